@@ -141,7 +141,8 @@ class Chaos:
 def run(minutes: float, num_clients: int, every_s: float = KILL_EVERY_S, seed: int = 1, model: str = "") -> Chaos:
     tally, flags = Tally(), [f"--model={model}"] if model else []
     roles = dict.fromkeys(("gateway", "prefill", "decode"), flags)
-    with run_fleet(2, 2, flags=roles, lease_s=10, patience_s=HANG_S) as fleet:
+    # forks: a worker that starts again imports no packages, which on few cores would take all of their time
+    with run_fleet(2, 2, flags=roles, lease_s=10, patience_s=HANG_S, forks=True) as fleet:
         cases: queue.SimpleQueue[Case] = queue.SimpleQueue()
         for case in build_cases(fleet, 2 * num_clients, seed):
             cases.put(case)
