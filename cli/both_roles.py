@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -24,13 +25,13 @@ from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc, worker_pb2
 from runtime.config import RolesConfig
+from runtime.config_parts import ROLES, WorkerRoles, roles_of
 from worker import process
 from worker.role import Worker
 from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, Update
-from worker.service import Context
+from worker.service import Context, WorkerService
 
-ROLES = ("prefill", "decode")
 KEPT_S = 60.0  # for which roles are those of the caller that set them
 
 
@@ -42,9 +43,8 @@ def run(config: RolesConfig) -> int:
 class OpenRoles:
     """Which roles take requests, and who says so."""
 
-    def __init__(self, roles: str) -> None:
-        """`roles`: as RolesConfig.role."""
-        self.names: tuple[str, ...] = ROLES if roles == "both" else (roles,)
+    def __init__(self, setting: WorkerRoles) -> None:
+        self.names = roles_of(setting)
         self._caller = ""
         self._set_at = -KEPT_S
 
@@ -67,20 +67,36 @@ class OpenRoles:
 
 
 class BothMetrics(PrefillMetrics, DecodeMetrics):
-    """Of both roles."""
+    """Metrics of a worker of both roles."""
 
 
-class DecodePart(DecodeService):
-    """Reserve while the role is open; and the rpcs of a worker, for both."""
+class RoleService(WorkerService):
+    """The service of one role, which takes new requests while that is open."""
 
-    def __init__(self, roles: OpenRoles, sender: KVSender, *parts: object) -> None:
-        super().__init__(*parts)  # type: ignore[arg-type]
+    role: str
+
+    def __init__(self, roles: OpenRoles, *parts: Any) -> None:
+        """`parts`: of the role's own service, which comes next among the bases."""
+        super().__init__(*parts)
         self._roles = roles
-        self._sender = sender
 
     async def check_draining(self, context: Context) -> None:
         await super().check_draining(context)
-        await self._roles.check("decode", context)
+        await self._roles.check(self.role, context)
+
+
+class PrefillPart(RoleService, PrefillService):
+    role = "prefill"
+
+
+class DecodePart(RoleService, DecodeService):
+    """It has the rpcs of a worker, for both roles."""
+
+    role = "decode"
+
+    def __init__(self, roles: OpenRoles, sender: KVSender, *parts: Any) -> None:
+        super().__init__(roles, *parts)
+        self._sender = sender
 
     async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
         try:
@@ -90,31 +106,14 @@ class DecodePart(DecodeService):
         except PermissionError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         with self._thread.lock:
-            closed = [one for one in self._scheduler if find_role(one.params.max_tokens) not in self._roles.names]
-        return worker_pb2.SetRolesResponse(num_left=len(closed))
+            roles = ["decode" if one.params.max_tokens else "prefill" for one in self._scheduler]
+        return worker_pb2.SetRolesResponse(num_left=sum(role not in self._roles.names for role in roles))
 
     def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         super().add_to_status(status)
         status.weaknesses.update(self._sender.find_weaknesses())
         status.transports.update(self._sender.transports())
         status.roles.extend(self._roles.names)
-
-
-def find_role(max_tokens: int) -> str:
-    """Whose a sequence is: of prefill without an answer."""
-    return "decode" if max_tokens else "prefill"
-
-
-class PrefillPart(PrefillService):
-    """Run while the role is open."""
-
-    def __init__(self, roles: OpenRoles, *parts: object) -> None:
-        super().__init__(*parts)  # type: ignore[arg-type]
-        self._roles = roles
-
-    async def check_draining(self, context: Context) -> None:
-        await super().check_draining(context)
-        await self._roles.check("prefill", context)
 
 
 class PromptsToo(DraftsAndMasks):

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,31 +45,51 @@ def drain(
         fleet_secret: Secret of the fleet; pass it by BATON_FLEET_SECRET, never by flag. One that this user's `baton
             serve` drew is found without.
     """
-    workers: dict[str, dict[str, Any]] = {}
-    try:
-        with closing(Service(url, api_key)) as service:
-            workers = {one["address"]: one for one in read_status(service)[0]}
-    except CommandError as error:
-        print(f"it is not known whether other workers are left: {error}")
-    model = workers.get(worker, {}).get("model")  # where the service has several
-    same = {address: one for address, one in workers.items() if one.get("model") == model}
-    alive = [address for address, one in same.items() if one["role"] == "decode" and one["alive"]]
-    if alive == [worker] and not force:
+    peers = Peers.read(worker, url, api_key)
+    if peers.is_only("decode") and not force:
         raise CommandError(
-            f"{worker} is the only decode worker of {model or url}: without it every request gets a 503. Start "
+            f"{worker} is the only decode worker of {peers.model or url}: without it every request gets a 503. Start "
             "another one first, or add --force"
         )
-    config = find_trust(worker, workers, tls_dir, fleet_secret)
-    return asyncio.run(_drain(worker, config, wait))
+    return asyncio.run(_drain(worker, peers.find_trust(tls_dir, fleet_secret), wait))
 
 
-def find_trust(
-    address: str, workers: Mapping[str, Mapping[str, Any]], tls_dir: str, fleet_secret: str
-) -> ProcessConfig:
-    """Settings to call a worker with. `workers`: by address, as GET /status describes them."""
-    if not fleet_secret and not tls_dir and address in workers:
-        fleet_secret = read_secret(address, workers[address]["pid"])
-    return ProcessConfig(tls_dir=tls_dir, fleet_secret=fleet_secret)
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """A worker among those of its service, as GET /status describes them: one line for each role of each."""
+
+    address: str
+    lines: Sequence[Mapping[str, Any]]  # empty: the service does not answer
+
+    @classmethod
+    def read(cls, address: str, url: str, api_key: str) -> "Peers":
+        """Says so where the service does not answer."""
+        try:
+            with closing(Service(url, api_key)) as service:
+                return cls(address, read_status(service)[0])
+        except CommandError as error:
+            print(f"it is not known whether other workers are left: {error}")
+            return cls(address, ())
+
+    def _find(self, name: str) -> Any:
+        return next((one.get(name) for one in self.lines if one["address"] == self.address), None)
+
+    @property
+    def model(self) -> str | None:
+        """The worker's, where the service has several."""
+        found: str | None = self._find("model")
+        return found
+
+    def is_only(self, role: str) -> bool:
+        """Whether the worker alone takes requests in this role, of those of its model."""
+        same = [one for one in self.lines if one["role"] == role and one.get("model") == self.model]
+        return [one["address"] for one in same if one["alive"]] == [self.address]
+
+    def find_trust(self, tls_dir: str, fleet_secret: str) -> ProcessConfig:
+        """Settings to call the worker with."""
+        if not fleet_secret and not tls_dir and (pid := self._find("pid")) is not None:
+            fleet_secret = read_secret(self.address, pid)
+        return ProcessConfig(tls_dir=tls_dir, fleet_secret=fleet_secret)
 
 
 def read_secret(address: str, pid: int) -> str:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, RolesConfig, ServeConfig
-from runtime.config_parts import GPU_SHARE
+from runtime.config_parts import GPU_SHARE, ROLES
 from runtime.events import Ready
 from runtime.gpus import VISIBLE
 from runtime.settings import ConfigError, Settings, field_names, flag
 
-ROLES = ("prefill", "decode")
 LOOPBACK = "127.0.0.1"
 PLACES = ("host", "port", "ops_host", "ops_port")  # of `baton serve`: where its gateway listens
 LEAST_LORAS = 8  # adapters in steps at once where --lora names some: others may be loaded later
@@ -97,9 +96,9 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
         if gpus or config.device == "cuda":
             given["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own), num_prefill, len(gpus))
         target: type[PrefillConfig | DecodeConfig] = PrefillConfig if role == "prefill" else DecodeConfig
-        name = f"{role}-{own_number if role == 'prefill' else own_number - num_prefill}"
+        command, name = role, f"{role}-{own_number if role == 'prefill' else own_number - num_prefill}"
         if config.roles != "fixed":
-            target, name = RolesConfig, f"worker-{own_number}"
+            target, command, name = RolesConfig, "worker", f"worker-{own_number}"
             given |= {"role": role, "local_prefill_chunk_tokens": config.chunk_tokens}
             given["max_running"] = config.decode_max_running
         environment = secrets_of(target, config)
@@ -108,8 +107,8 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
             environment[VISIBLE] = ",".join(gpus[gpu] for gpu in (*own, *others))
         if target is DecodeConfig and has_all_cores:
             environment |= SPIN
-        name, role = f"{model_name} {name}".strip(), "worker" if target is RolesConfig else role
-        plans.append(ProcessPlan(name, role, derive(target, config, **given), environment, program, own))
+        name = f"{model_name} {name}".strip()
+        plans.append(ProcessPlan(name, command, derive(target, config, **given), environment, program, own))
     return plans
 
 
@@ -150,7 +149,7 @@ def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus:
 
 
 def find_addresses(ready: Sequence[Ready]) -> tuple[Command, Command]:
-    """Of prefill workers and of decode workers. Those of both roles are both."""
+    """Addresses of the prefill workers and of the decode workers. A worker of both roles is in both."""
     prefill, decode = (tuple(one.address for one in ready if one.role in (role, "worker")) for role in ROLES)
     return prefill, decode
 

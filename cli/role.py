@@ -1,18 +1,15 @@
 """`baton role WORKER prefill|decode|both`: what a worker of both roles takes from now on."""
 
 import asyncio
-from contextlib import closing
-from typing import Annotated, Any
+from typing import Annotated
 
 import grpc
 from cyclopts import Parameter
 
-from cli.drain import TIMEOUT_S, explain, find_trust
-from cli.plan import ROLES
-from cli.service import URL, ApiKey, CommandError, Service, Url
-from cli.status import read_status
+from cli.drain import TIMEOUT_S, Peers, explain
+from cli.service import URL, ApiKey, CommandError, Url
 from protos import worker_pb2, worker_pb2_grpc
-from runtime.config_parts import ProcessConfig, WorkerRoles
+from runtime.config_parts import ROLES, ProcessConfig, WorkerRoles, roles_of
 from runtime.malformed import ask_twice
 from runtime.trust import load_trust
 
@@ -43,20 +40,11 @@ def role(
         fleet_secret: Secret of the fleet; pass it by BATON_FLEET_SECRET, never by flag. One that this user's `baton
             serve` drew is found without.
     """
-    wanted = ROLES if role == "both" else (role,)
-    workers: list[dict[str, Any]] = []
-    try:
-        with closing(Service(url, api_key)) as service:
-            workers = list(read_status(service)[0])
-    except CommandError as error:
-        print(f"it is not known whether other workers are left: {error}")
-    by_address = {one["address"]: one for one in workers}
-    model = by_address.get(worker, {}).get("model")
-    alive = [one for one in workers if one["alive"] and one.get("model") == model]
+    wanted, peers = roles_of(role), Peers.read(worker, url, api_key)
     for lost in set(ROLES) - set(wanted) if not force else ():
-        if [one["address"] for one in alive if one["role"] == lost] == [worker]:
+        if peers.is_only(lost):
             raise CommandError(f"no other worker takes {lost} requests: open that elsewhere first, or add --force")
-    return asyncio.run(_set_roles(worker, wanted, find_trust(worker, by_address, tls_dir, fleet_secret)))
+    return asyncio.run(_set_roles(worker, wanted, peers.find_trust(tls_dir, fleet_secret)))
 
 
 async def _set_roles(address: str, roles: tuple[str, ...], config: ProcessConfig) -> int:

@@ -67,7 +67,7 @@ class DecodeRole(Role):
         )  # fmt: skip
 
     def _hear(self, step: int, updates: list[Update]) -> None:
-        """What a step gave, on the asyncio thread."""
+        """Pass a step's updates on. On the asyncio thread."""
         self._streams.publish(step, updates)
 
     async def start(self) -> None:

@@ -131,9 +131,9 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
         self.require("no_prefill", has_prefill, "fallback, or a --prefill-workers of 1 or more")
         self.require("ray", not self.ray or find_spec("ray") is not None, "Ray: pip install 'baton[ray]'")
         self.require("ray", not self.ray or len(self.model) == 1, "one --model: with several, start each by itself")
-        for name, is_fit in (("roles", not self.ray), ("decode_tp", self.decode_tp == self.prefill_tp)):
-            wanted = "fixed with --ray" if name == "roles" else "the same as --prefill-tp where workers change roles"
-            self.require(name, self.roles == "fixed" or is_fit, wanted)
+        is_fixed, is_equal = self.roles == "fixed", self.decode_tp == self.prefill_tp
+        self.require("roles", is_fixed or not self.ray, "fixed with --ray")
+        self.require("decode_tp", is_fixed or is_equal, "the same as --prefill-tp where workers change roles")
         for name in ("max_prefill_workers", "max_decode_workers"):
             self.require(name, bool(self.ray) or not getattr(self, name), "--ray, which adds workers by load")
         fits_all = len(self.model) == 1 or self.draft_model in ("auto", NO_DRAFT)

@@ -40,6 +40,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 NoPrefill = Literal["fallback", "wait", "fail"]
 OnRevisionGone = Literal["fail", "restart"]
+ROLES = ("prefill", "decode")  # of workers
 WorkerRoles = Literal["prefill", "decode", "both"]
 WhoChangesRoles = Literal["fixed", "manual", "auto"]
 ANY_NAME = "*"  # among the served names: every name is served
@@ -174,6 +175,11 @@ class EngineConfig(Settings):
         super().__post_init__()
         is_named = not self.require_transport or self.transport != "auto"
         self.require("require_transport", is_named, "a --transport other than auto, or --no-require-transport")
+
+
+def roles_of(setting: WorkerRoles) -> tuple[str, ...]:
+    """The roles that a setting names."""
+    return ROLES if setting == "both" else (setting,)
 
 
 def at_least_a_page(config: EngineConfig, name: str) -> None:

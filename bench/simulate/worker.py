@@ -127,7 +127,7 @@ class SimWorker:
         self.busy_s += last - self._began
         if num_prompt := sum(step.count - step.wants_token for step in self._planned if step.count > 1):
             self.prompt_tokens += num_prompt
-            self.prompt_s += last - (self._began if count == 1 else float(ends[-2]))
+            self.prompt_s += last - self._began  # such a step is a run of its own
         self._began = last
         for step in self._planned:
             if count > 1:

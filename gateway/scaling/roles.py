@@ -48,43 +48,39 @@ class RoleBalance:
     _demand: dict[Role, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
     _tokens_placed: float = 0.0
     _looked_at: float | None = None
-    _off_since: float | None = None  # when the division was first off, to the same side
-    _is_short: Role | None = None  # which role has too few
+    _short: Role | None = None  # which role has too few
+    _short_since: float = 0.0
     _changed_at: float = -REST_S
 
     def look(self, workers: Sequence[WorkerView], seen: Seen, now: float) -> Change | None:
         """Call it every second or so. `workers`: all, those of both roles in each."""
-        demand = self._find_demand(workers, seen, now)
-        able = _find_able(workers)
         alive = [view for view in workers if view.is_alive]
+        demand = self._find_demand(alive, seen, now)
+        able = _find_able(workers)
         open_roles = {role: {view.incarnation for view in alive if view.role == role} for role in ROLES}
         if (change := _find_missing(able, open_roles) or _find_double(able, open_roles, demand)) is not None:
             return change
         num_all = len(open_roles["prefill"] | open_roles["decode"])
-        self._note(_find_short(demand, len(open_roles["prefill"]), num_all), now)
-        if self._is_short is None or now - self._changed_at < REST_S or now - (self._off_since or now) < HOLD_S:
+        short = _find_short(demand, len(open_roles["prefill"]), num_all)
+        if short != self._short:
+            self._short, self._short_since = short, now
+        if short is None or now - self._changed_at < REST_S or now - self._short_since < HOLD_S:
             return None
-        giver: Role = "decode" if self._is_short == "prefill" else "prefill"
+        giver: Role = "decode" if short == "prefill" else "prefill"
         givers = [views[giver] for name, views in able.items() if name in open_roles[giver]]
         if not givers or len(open_roles[giver]) == 1:
             return None
         least = min(givers, key=lambda view: (view.num_running, view.tokens_waiting))
-        self._changed_at, self._off_since = now, None
-        return Change(least.incarnation, (self._is_short,))
+        self._changed_at, self._short = now, None
+        return Change(least.incarnation, (short,))
 
-    def _note(self, short: Role | None, now: float) -> None:
-        if short != self._is_short:
-            self._is_short, self._off_since = short, now
-        elif self._off_since is None:
-            self._off_since = now
-
-    def _find_demand(self, workers: Sequence[WorkerView], seen: Seen, now: float) -> Mapping[Role, float]:
+    def _find_demand(self, alive: Sequence[WorkerView], seen: Seen, now: float) -> Mapping[Role, float]:
         """In workers, with what waits."""
         passed_s = 0.0 if self._looked_at is None else now - self._looked_at
-        alive = [view for view in workers if view.is_alive]
         speeds = [view.tokens_per_s for view in alive if view.tokens_per_s]
         speed = sum(speeds) / len(speeds) if speeds else 0.0
-        places = max((view.max_running for view in alive if view.role == "decode"), default=1)
+        decodes = [view for view in alive if view.role == "decode"]
+        places = max((view.max_running for view in decodes), default=1)
         if passed_s:
             kept = exp(-passed_s / MEAN_S)
             placed = (seen.tokens_placed - self._tokens_placed) / passed_s / speed if speed else 0.0
@@ -92,12 +88,13 @@ class RoleBalance:
             for role in ROLES:
                 self._demand[role] = kept * self._demand[role] + (1 - kept) * current[role]
         self._looked_at, self._tokens_placed = now, seen.tokens_placed
-        decodes = [view for view in alive if view.role == "decode"]
         is_decode_full = all(view.is_full or view.num_running >= view.max_running for view in decodes)
         tokens = sum(view.tokens_waiting for view in alive if view.role == "prefill")
         tokens += 0 if is_decode_full else seen.tokens_waiting
-        waits = {"prefill": tokens / speed / HORIZON_S if speed else 0.0, "decode": 0.0}
-        waits["decode"] = seen.num_waiting / places if is_decode_full else 0.0
+        waits: dict[Role, float] = {
+            "prefill": tokens / speed / HORIZON_S if speed else 0.0,
+            "decode": seen.num_waiting / places if is_decode_full else 0.0,
+        }
         return {role: self._demand[role] + min(waits[role], 1.0) for role in ROLES}
 
 
