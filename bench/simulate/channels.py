@@ -8,17 +8,19 @@ from typing import Any
 import grpc
 
 from bench.simulate.virtual_time import MemoryChannel, refusal
-from bench.simulate.worker import MODEL, SimWorker
+from bench.simulate.worker import SimWorker
 from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from runtime import rpc
 from wire.messages import unpack_retention
 from wire.page_keys import TOKEN_BYTES
 from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.receiving import begin_read, finish_read, next_offer
+from worker.receiving import OfferRefusedError, begin_read, fail_read, finish_read, next_offer
 from worker.sequences import Phase, Update
 from worker.sequences import Sequence as Tokens
 from worker.tiers.plans import begin_restore, end_restore, find_loan, plan_loan
+
+REVISIONS = ("before", "after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,12 @@ class Wires:
 class WorkerChannel(MemoryChannel):
     """To one worker, alone."""
 
-    def __init__(self, address: str, worker: SimWorker, wires: Wires) -> None:
-        self.address = address
+    def __init__(self, incarnation: str, worker: SimWorker, wires: Wires, lenders: Mapping[str, SimWorker]) -> None:
+        """`lenders`: the latest at each address."""
+        self.incarnation = incarnation
+        self._lenders = lenders
         self.worker = worker
+        self._is_draining = False
         self._wires = wires
         worker.publish = self.publish
 
@@ -49,15 +54,25 @@ class WorkerChannel(MemoryChannel):
     async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> worker_pb2.WorkerStatus:
         self.worker.settle()
         scheduler = self.worker.scheduler
-        layout = kv_pb2.KvLayout(weights=MODEL, page_tokens=scheduler.kv.page_tokens)
-        peer = kv_pb2.Peer(incarnation=self.address, layout=layout, num_pages=scheduler.kv.cache.num_pages)
+        layout = kv_pb2.KvLayout(weights=self.worker.weights, page_tokens=scheduler.kv.page_tokens)
+        peer = kv_pb2.Peer(
+            incarnation=self.incarnation, layout=layout, num_pages=scheduler.kv.cache.num_pages,
+            revision=REVISIONS[self.worker.revision],
+        )  # fmt: skip
         return worker_pb2.WorkerStatus(
             peer=peer, max_running=scheduler.max_running, free_pages=scheduler.kv.cache.num_spare,
             cached_pages=scheduler.kv.cache.num_cached, keys=self.worker.keys.pack(request.keys_since),
+            draining=self._is_draining,
         )  # fmt: skip
+
+    def drain(self) -> None:
+        """Nothing new is admitted."""
+        self._is_draining = True
 
     def admit(self, params: SequenceParams, is_kept: bool) -> Tokens:
         """As a worker does. Raises its refusal."""
+        if self._is_draining:
+            raise refusal(grpc.StatusCode.FAILED_PRECONDITION, "the worker is draining")
         try:
             with self.worker.changing() as scheduler:
                 return scheduler.admit(params, asyncio.get_running_loop().time(), is_kept)
@@ -66,6 +81,25 @@ class WorkerChannel(MemoryChannel):
             raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), metadata) from None
         except NeverFitsError as error:
             raise refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+    async def borrow(self, source: kv_pb2.PageSource, params: SequenceParams) -> None:
+        """Read what another worker has more of the prompt, unless it is gone then."""
+        lender = self._lenders[source.address]
+        if lender.is_dead:
+            return
+        kv = self.worker.scheduler.kv
+        keys = kv.keys_of(params)
+        begin = len(kv.cache.find(keys))
+        loan = find_loan(lender.scheduler.kv, keys, begin, len(keys))
+        plan = plan_loan(keys, begin, len(loan.pages), 0)
+        try:
+            restore = begin_restore(self.worker.scheduler, plan.keys, ())
+        except NoRoomError:
+            return
+        await self.message()
+        await asyncio.sleep(self._wires.call_s + len(restore.pages) * kv.page_tokens * self._wires.token_s)
+        with self.worker.changing():
+            end_restore(kv, restore, [not lender.is_dead] * len(restore.pages), 0)
 
 
 @dataclass(slots=True)
@@ -79,15 +113,18 @@ class _Session:
 class DecodeChannel(WorkerChannel):
     """Its verbs are those of decode.proto."""
 
-    def __init__(self, address: str, worker: SimWorker, wires: Wires) -> None:
-        super().__init__(address, worker, wires)
+    def __init__(
+        self, address: str, incarnation: str, worker: SimWorker, wires: Wires, lenders: Mapping[str, SimWorker]
+    ) -> None:
+        super().__init__(incarnation, worker, wires, lenders)
+        self._address = address
         self._sessions: dict[int, _Session] = {}  # handle |-> session
         self._events: asyncio.Queue[decode_pb2.StepEvents] = asyncio.Queue()
         self._link_free_at = 0.0  # end of the last read requested so far
 
     async def Steps(self, request: decode_pb2.StepsRequest) -> AsyncIterator[decode_pb2.StepEvents]:
         self._loop = asyncio.get_running_loop()
-        yield decode_pb2.StepEvents(incarnation=self.address)
+        yield decode_pb2.StepEvents(incarnation=self.incarnation)
         while True:
             yield await self._events.get()
 
@@ -98,17 +135,21 @@ class DecodeChannel(WorkerChannel):
             local_prefill_max_tokens=request.local_prefill_max_tokens, gateway=request.gateway, handle=request.handle,
             attempt=request.attempt, num_emitted=request.num_emitted, retention=unpack_retention(request.retention),
         )  # fmt: skip
+        if request.HasField("source"):
+            await self.borrow(request.source, params)
         try:
             sequence = self.admit(params, is_kept=False)
         finally:
             await self.message()
         self._sessions[request.handle] = _Session(sequence)
-        ticket = kv_pb2.Ticket(address=self.address, session=request.handle, begin=sequence.num_cached, end=params.end)
+        ticket = kv_pb2.Ticket(address=self._address, session=request.handle, begin=sequence.num_cached, end=params.end)
         return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=sequence.phase is Phase.RECEIVING)
 
     async def Abort(self, request: decode_pb2.AbortRequest, timeout: float) -> decode_pb2.AbortResponse:
         with self.worker.changing() as scheduler:
             scheduler.abort(request.gateway, set(request.handles))
+        for handle in request.handles:
+            self._sessions.pop(handle, None)
         return decode_pb2.AbortResponse()
 
     def publish(self, updates: Sequence[Update]) -> None:
@@ -117,7 +158,7 @@ class DecodeChannel(WorkerChannel):
             params = update.sequence.params
             session = self._sessions.setdefault(params.handle, _Session(update.sequence))
             num_tokens = len(update.sequence.tokens) - params.num_prompt
-            new = bytes(num_tokens - session.num_reported)
+            new = [self.worker.revision] * (num_tokens - session.num_reported)
             delta = decode_pb2.SessionDelta(handle=params.handle, attempt=params.attempt, token_ids=new)
             delta.finish_reason, delta.error = update.finish_reason, update.error
             deltas.append(delta)
@@ -128,14 +169,24 @@ class DecodeChannel(WorkerChannel):
         self._loop.call_later(self._wires.call_s, self._events.put_nowait, events)
 
     async def read(self, handle: int, positions: range, num_pages: int) -> None:
-        """Take over the KV of these positions."""
+        """Take over the KV of these positions. Raises a refusal where the session is over."""
+        if handle not in self._sessions:
+            raise refusal(grpc.StatusCode.ABORTED, "the session is not open here")
         session = self._sessions[handle].sequence
         now = asyncio.get_running_loop().time()
-        begin_read(
-            self.worker.scheduler, session.id, session.params.attempt, positions.start, positions.stop, num_pages
-        )
+        try:
+            begin_read(
+                self.worker.scheduler, session.id, session.params.attempt, positions.start, positions.stop, num_pages
+            )
+        except OfferRefusedError as error:
+            raise refusal(grpc.StatusCode.ABORTED, error.detail) from None
         self._link_free_at = max(self._link_free_at, now) + len(positions) * self._wires.token_s
-        await asyncio.sleep(self._link_free_at - now)
+        try:
+            await asyncio.sleep(self._link_free_at - now)
+        except asyncio.CancelledError:  # the prefill worker has died, or stopped
+            with self.worker.changing() as scheduler:
+                fail_read(scheduler, session.id)
+            raise
         now = asyncio.get_running_loop().time()
         if positions.stop == session.params.end:
             with self.worker.changing() as scheduler:
@@ -148,12 +199,13 @@ class PrefillChannel(WorkerChannel):
     """Its verbs are those of prefill.proto."""
 
     def __init__(
-        self, address: str, worker: SimWorker, wires: Wires, decodes: dict[str, DecodeChannel],
-        lenders: dict[str, SimWorker],
+        self, incarnation: str, worker: SimWorker, wires: Wires, lenders: Mapping[str, SimWorker],
+        decodes: Mapping[str, DecodeChannel], note_mispaired: Callable[[], None],
     ) -> None:  # fmt: skip
-        super().__init__(address, worker, wires)
+        """`decodes`: as `lenders`. `note_mispaired`: called where it hands over to a worker of another revision."""
+        super().__init__(incarnation, worker, wires, lenders)
+        self._note_mispaired = note_mispaired
         self._decodes = decodes
-        self._lenders = lenders
         self._runs: dict[int, asyncio.Event] = {}  # sequence id |-> more of it is computed
 
     async def Run(self, request: prefill_pb2.RunRequest, timeout: float) -> prefill_pb2.RunResponse:
@@ -162,7 +214,7 @@ class PrefillChannel(WorkerChannel):
         retention = unpack_retention(request.retention)
         params = SequenceParams(request.request_id, request.prompt, ticket.end, retention=retention)
         if request.HasField("source"):
-            await self._borrow(self._lenders[request.source.address], params)
+            await self.borrow(request.source, params)
         try:
             sequence = self.admit(params, is_kept=True)
         except grpc.aio.AioRpcError:
@@ -178,25 +230,13 @@ class PrefillChannel(WorkerChannel):
         await self.message()
         return prefill_pb2.RunResponse(cached_tokens=max(ticket.begin, sequence.num_cached))
 
-    async def _borrow(self, lender: SimWorker, params: SequenceParams) -> None:
-        """Read what another worker has more of the prompt."""
-        kv = self.worker.scheduler.kv
-        keys = kv.keys_of(params)
-        begin = len(kv.cache.find(keys))
-        loan = find_loan(lender.scheduler.kv, keys, begin, len(keys))
-        plan = plan_loan(keys, begin, len(loan.pages), 0)
-        try:
-            restore = begin_restore(self.worker.scheduler, plan.keys, ())
-        except NoRoomError:
-            return
-        await self.message()
-        await asyncio.sleep(self._wires.call_s + len(restore.pages) * kv.page_tokens * self._wires.token_s)
-        with self.worker.changing():
-            end_restore(kv, restore, [True] * len(restore.pages), 0)
-
     async def _hand_over(self, sequence: Tokens, ticket: kv_pb2.Ticket, computed: asyncio.Event) -> None:
         """Offer what is ready, one offer at a time."""
         offered, decode = ticket.begin, self._decodes[ticket.address]
+        if decode.worker.is_dead:
+            raise refusal(grpc.StatusCode.UNAVAILABLE, f"{ticket.address} is gone")
+        if decode.worker.revision != self.worker.revision:
+            self._note_mispaired()
         while offered < ticket.end:
             positions = next_offer(self.worker.scheduler.kv, sequence, offered)
             if positions is None:
@@ -221,6 +261,7 @@ class BothChannel(MemoryChannel):
     def __init__(self, decode: DecodeChannel, prefill: PrefillChannel) -> None:
         """Over the same worker."""
         self._decode, self._prefill = decode, prefill
+        self.worker = decode.worker
         self._roles: Sequence[str] = ("prefill", "decode")
         decode.worker.publish = self.publish
 
@@ -231,6 +272,10 @@ class BothChannel(MemoryChannel):
 
     unary_stream = unary_unary
 
+    def drain(self) -> None:
+        self._decode.drain()
+        self._prefill.drain()
+
     def publish(self, updates: Sequence[Update]) -> None:
         answers = [update for update in updates if update.sequence.params.max_tokens]
         self._prefill.publish([update for update in updates if not update.sequence.params.max_tokens])
@@ -238,7 +283,7 @@ class BothChannel(MemoryChannel):
             self._decode.publish(answers)
 
     async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> worker_pb2.WorkerStatus:
-        status, worker = await self._decode.Status(request, timeout), self._decode.worker
+        status, worker = await self._decode.Status(request, timeout), self.worker
         status.num_running = worker.scheduler.num_running
         status.prompt_tokens_waiting = worker.scheduler.num_tokens_waiting
         status.prompt_tokens_per_second = worker.prompt_tokens / (worker.prompt_s or 1.0)

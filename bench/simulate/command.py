@@ -12,6 +12,7 @@ from bench.roofline import build_costs, handoff_token_s, kv_tokens_that_fit
 from bench.simulate.channels import Wires
 from bench.simulate.costs import Costs, fit, mean_error, save
 from bench.simulate.figures import summarise
+from bench.simulate.hosts import Troubles
 from bench.simulate.measure import CONTEXT_TOKENS, STREAMS, measure_steps
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import FleetSettings, Workload
@@ -51,7 +52,10 @@ def build_fleet(settings: FleetSettings, model: ModelShape, gpu: Card, costs: Co
     if changes_roles := settings.roles == "auto":
         limits = replace(decode.limits, chunk_tokens=chunks[0], beside_tokens=chunks[1])
         decode = replace(decode, limits=limits)
-    return Fleet(prefill, decode, wires, settings.local_prefill_max_tokens, settings.cache_routing, changes_roles)
+    troubles = Troubles(settings.deaths_per_hour, settings.restart_s, settings.rollout_at_s)
+    return Fleet(
+        prefill, decode, wires, settings.local_prefill_max_tokens, settings.cache_routing, changes_roles, troubles
+    )
 
 
 def multiply(fleet: Fleet, factor: int) -> Fleet:

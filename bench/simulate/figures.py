@@ -44,6 +44,7 @@ class Answer:
     num_tokens: int
     num_cached: int  # prompt tokens that were not recomputed
     error: str = ""
+    is_mixed: bool = False  # of two revisions
 
     @property
     def ttft_s(self) -> float:
@@ -63,6 +64,12 @@ class Outcome:
     num_choices: int = 0  # calls of the router, including those that return "wait"
     choosing_s: float = 0.0  # their CPU time
     ran_s: float = 0.0  # real time of the simulation
+    num_deaths: int = 0
+    num_mispaired: int = 0  # hand-offs between workers of two revisions
+    upgraded: float = 0.0  # share of workers of the revision that is rolled out
+
+    def note_mispaired(self) -> None:
+        self.num_mispaired += 1
 
 
 def summarise(outcome: Outcome, ttft_s: float, tpot_s: float) -> dict[str, float]:
@@ -90,6 +97,10 @@ def summarise(outcome: Outcome, ttft_s: float, tpot_s: float) -> dict[str, float
         **{f"{role}_busy_share": float(np.mean(busy)) / span for role, busy in outcome.busy_s.items()},
         **{f"{role}_imbalance": find_imbalance(busy) for role, busy in outcome.busy_s.items()},
         "preemptions": float(outcome.num_preemptions),
+        "deaths": float(outcome.num_deaths),
+        "upgraded_share": outcome.upgraded,
+        "mispaired": float(outcome.num_mispaired),
+        "mixed_answers": float(sum(answer.is_mixed for answer in outcome.answers)),
         "routing_per_s": outcome.num_choices / outcome.choosing_s if outcome.choosing_s else 0.0,
         "ran_s": outcome.ran_s,
     }

@@ -2,15 +2,18 @@
 
 Real: the gateway's router, with its queue, prefix index and clients of workers; the workers' schedulers, prefix caches
 and step plans; transfers as those see them. Modelled: a step's time (costs.py), a message (a constant), the bytes of
-a transfer (one link per decode worker), tokens (no answer stops early). Left out: failures, so no lease ends; text;
-speculation; steps launched before the last one is collected; the gateway's own CPU time, which is reported.
+a transfer (one link per decode worker), tokens (no answer stops early, and each says its worker's revision); deaths,
+drains and restarts of workers. An answer whose worker dies goes on from its first token: of others the gateway is told
+at the end only. Left out: silence, so no lease ends; text; speculation; steps launched before the last one is
+collected; the gateway's own CPU time, which is reported.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -20,6 +23,7 @@ from bench.simulate.channels import BothChannel, DecodeChannel, PrefillChannel, 
 from bench.simulate.costs import Costs
 from bench.simulate.events import Clock
 from bench.simulate.figures import Answer, Outcome
+from bench.simulate.hosts import Host, LiveChannel, Operator, Troubles, spawn
 from bench.simulate.virtual_time import VirtualLoop
 from bench.simulate.worker import Limits, SimWorker
 from bench.simulate.workload import Conversation
@@ -31,6 +35,7 @@ from gateway.router.placement import Placement, Wait
 from gateway.router.placer import Held, Placer
 from gateway.router.readiness import Unready
 from gateway.router.request import Request
+from gateway.router.rollout import Rollout
 from gateway.router.router import Router
 from gateway.router.worker_view import WorkerView
 from gateway.scaling.role_keeper import RoleKeeper
@@ -38,6 +43,8 @@ from wire.sampling import SamplingParams
 from worker.params import ANY_NUMBER
 
 FOR_EVER = float("inf")
+HEARTBEAT_S = 5.0
+SETTLE_S = 10.0
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -59,6 +66,7 @@ class Fleet:
     local_prefill_max_tokens: int = 0
     uses_cache: bool = True
     changes_roles: bool = False  # all workers have both, and limits of decode workers
+    troubles: Troubles = field(default_factory=Troubles)
 
 
 def colocate(fleet: Fleet) -> Fleet:
@@ -92,32 +100,22 @@ class Simulation:
         self._clock = clock = Clock()
         self._loop = VirtualLoop(lambda: clock.now, clock.after)
         self._conversations = conversations
-        self._keeps_roles = fleet.changes_roles
-        names = {
-            role: [f"{role}-{number}" for number in range(count)]
-            for role, count in (("prefill", fleet.prefill.count), ("decode", fleet.decode.count))
-        }
-        if fleet.changes_roles:
-            names = dict.fromkeys(names, names["prefill"] + names["decode"])
-        decodes = {
-            name: DecodeChannel(name, self._build(fleet.decode, is_bulk), fleet.wires) for name in names["decode"]
-        }
-        answering = {name: channel.worker for name, channel in decodes.items()}
-        computing = {name: answering.get(name) or self._build(fleet.prefill, is_bulk) for name in names["prefill"]}
-        prefills = {
-            name: PrefillChannel(name, worker, fleet.wires, decodes, computing | answering)
-            for name, worker in computing.items()
-        }
-        channels: dict[str, Any] = {**prefills, **decodes}
-        self.workers = {"prefill": list(computing.values()), "decode": list(answering.values())}
-        if fleet.changes_roles:
-            channels = {name: BothChannel(decodes[name], prefills[name]) for name in decodes}
-            self.workers = {"both": self.workers["decode"]}
+        self._settings = fleet
+        self._is_bulk = is_bulk
+        self._decodes: dict[str, DecodeChannel] = {}  # address |-> the latest worker's
+        self._workers: dict[str, SimWorker] = {}
+        self._prefills = [f"prefill-{number}" for number in range(fleet.prefill.count)]
+        decodes = [f"decode-{number}" for number in range(fleet.decode.count)]
+        mixed = [name for pair in zip_longest(self._prefills, decodes) for name in pair if name is not None]
+        self.hosts = {name: Host(name, partial(self._build, name)) for name in mixed}
+        prefills, decodes = (mixed, mixed) if fleet.changes_roles else (self._prefills, decodes)
+        channels: dict[str, Any] = {**self.hosts}
         self._fleet = gateway_fleet.Fleet(
-            list(prefills), list(decodes), FOR_EVER, FOR_EVER, 0, lambda address, _name="": channels[address],
-            self._loop.time,
-        )  # fmt: skip
-        self._placer = TimedPlacer(fleet.local_prefill_max_tokens, fleet.uses_cache)
+            prefills, decodes, HEARTBEAT_S, FOR_EVER, 0, lambda address, _name="": channels[address], self._loop.time
+        )
+        rollout = Rollout()
+        self._placer = TimedPlacer(fleet.local_prefill_max_tokens, fleet.uses_cache, rollout=rollout)
+        self._operator = Operator([*self.hosts.values()], fleet.troubles, rollout)
         self._router = Router(
             self._fleet,
             Admission(ANY_NUMBER),
@@ -129,32 +127,50 @@ class Simulation:
             self._loop.time,
         )
 
-    def _all_workers(self) -> list[SimWorker]:
-        return [worker for some in self.workers.values() for worker in some]
-
-    def _build(self, role: Workers, is_bulk: bool) -> SimWorker:
-        return SimWorker(self._clock, role.costs, role.limits, self.outcome.gaps, is_bulk)
+    def _build(self, address: str, incarnation: str, revision: int) -> LiveChannel:
+        fleet, outcome = self._settings, self.outcome
+        is_prefill = address in self._prefills and not fleet.changes_roles
+        role = fleet.prefill if is_prefill else fleet.decode
+        worker = SimWorker(self._clock, role.costs, role.limits, outcome.gaps, self._is_bulk, revision)
+        self._workers[address] = worker
+        decode = None if is_prefill else DecodeChannel(address, incarnation, worker, fleet.wires, self._workers)
+        if decode is not None:
+            self._decodes[address] = decode
+            if not fleet.changes_roles:
+                return decode
+        prefill = PrefillChannel(incarnation, worker, fleet.wires, self._workers, self._decodes, outcome.note_mispaired)
+        return prefill if decode is None else BothChannel(decode, prefill)
 
     def run(self) -> Outcome:
         began, outcome = time.perf_counter(), self.outcome
         with capture_logs():
             self._loop.run(self._fleet.start)
-            if self._keeps_roles:
+            if self._settings.changes_roles:
                 self._loop.run(self._keep_roles)
+            self._loop.run(lambda: spawn(self._operator.works, self._loop.create_task))
             for conversation in self._conversations:
                 self._clock.at(conversation.start, partial(self._start, conversation))
             num_requests = sum(len(one.num_new) for one in self._conversations)
             self._clock.run(lambda: len(outcome.answers) == num_requests)
+            if self._operator.works:  # what is left of other attempts ends
+                ends_at = self._clock.now + SETTLE_S
+                self._clock.run(lambda: self._clock.now >= ends_at)
             self._loop.kill()
-        outcome.busy_s = {role: [worker.busy_s for worker in all_] for role, all_ in self.workers.items() if all_}
-        outcome.num_preemptions = sum(worker.scheduler.num_preemptions for worker in self._all_workers())
+        for name, host in self.hosts.items():
+            role = "both" if self._settings.changes_roles else name.partition("-")[0]
+            outcome.busy_s.setdefault(role, []).append(host.find_busy_s())
+        outcome.num_preemptions = sum(worker.scheduler.num_preemptions for worker in self._workers.values())
+        outcome.num_deaths = self._operator.num_deaths
+        outcome.upgraded = sum(host.num_upgrades for host in self.hosts.values()) / len(self.hosts)
         outcome.num_choices, outcome.choosing_s = self._placer.num_choices, self._placer.choosing_s
         outcome.ran_s = time.perf_counter() - began
         return outcome
 
     def check(self) -> None:
         """Check that every page is accounted for, and none is held."""
-        for worker in self._all_workers():
+        for worker in self._workers.values():
+            if worker.is_dead:
+                continue
             worker.scheduler.check()
             if len(worker.scheduler) or worker.scheduler.kv.cache.num_held:
                 raise AssertionError(
@@ -176,28 +192,29 @@ class Simulation:
             if turn:
                 await asyncio.sleep(client.think_s[turn - 1])
             prompt = client.prompt(turn, before)
-            num_tokens = await self._ask(client, turn, prompt)
-            before = prompt + bytes(num_tokens)
+            answer = await self._ask(client, turn, prompt)
+            before = prompt + answer
 
-    async def _ask(self, client: Conversation, turn: int, prompt: bytes) -> int:
-        """Returns the number of tokens of the answer."""
+    async def _ask(self, client: Conversation, turn: int, prompt: bytes) -> bytes:
+        """Returns the answer's tokens."""
         name, clock = f"{client.number}/{turn}", self._clock
         session = str(client.number) if len(client.num_new) > 1 else ""
         wanted = TokenizedRequest(
             name, tuple(prompt), client.num_answer[turn], GREEDY, frozenset(), session=session
         )  # fmt: skip
-        arrived, first_at, num_tokens, num_cached, error = clock.now, 0.0, 0, 0, ""
+        arrived, first_at, answer, num_cached, error = clock.now, 0.0, bytearray(), 0, ""
         try:
             with self._router.admit(1) as admitted:
                 async for tokens in self._router.generate(wanted, admitted):
                     first_at = first_at or clock.now
-                    num_tokens += len(tokens.token_ids)
+                    answer += bytes(tokens.token_ids)
                     num_cached = tokens.timing.cached_tokens if tokens.timing else num_cached
         except ApiError as failure:
             error, num_cached = str(failure), 0
         self.outcome.answers.append(
             Answer(
-                (client.number, turn), arrived, first_at, clock.now, len(prompt), num_tokens, num_cached, error
+                (client.number, turn), arrived, first_at, clock.now, len(prompt), len(answer), num_cached, error,
+                is_mixed=len(set(answer)) > 1,
             )
         )  # fmt: skip
-        return num_tokens
+        return bytes(answer)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.config import ServeConfig
-from runtime.settings import SecondsOrZero, Settings
+from runtime.settings import Seconds, SecondsOrZero, Settings
 
 Lengths = Literal["fixed", "lognormal"]
 Roles = Literal["fixed", "auto"]
@@ -90,9 +90,16 @@ class FleetSettings(Settings):
     """Tokens in a KV page."""
     kv_tokens: int = 0
     """Tokens in a worker's pool; 0: what fits after the weights."""
+    deaths_per_hour: float = 0.0
+    """Deaths of each worker in an hour, at random times: with 0.01 one of a hundred dies."""
+    restart_s: Seconds = 60.0
+    """Seconds until a worker that has died or drained is there again."""
+    rollout_at_s: SecondsOrZero = 0.0
+    """When a rollout begins: a twentieth of the workers at a time drain and come back as another revision; 0: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require("deaths_per_hour", self.deaths_per_hour >= 0, "a number of at least 0")
         for name in ("prefill_workers", "local_prefill_max_tokens", "kv_tokens"):
             self.require_count(name, 0)
         counts = (

@@ -23,7 +23,6 @@ from worker.sequences import Phase, ScheduledSequence, Update
 from worker.tiers.kept_pages import KeptPages
 from worker.tiers.key_log import KeyLog
 
-MODEL = "simulated"  # fingerprint of the weights
 LEASE_S = 30.0  # longer than any run: nothing fails here
 NO_STEPS: Floats = np.empty(0)
 
@@ -45,13 +44,18 @@ class Limits:
 class SimWorker:
     """Owns a scheduler. Callers change it within `changing`."""
 
-    def __init__(self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, is_bulk: bool = True) -> None:
+    def __init__(
+        self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, is_bulk: bool = True, revision: int = 0
+    ) -> None:
+        """`revision`: each token of its answers."""
         order = KeptPages(limits.num_pages, limits.page_tokens, lambda: clock.now)
         cache = PrefixCache(limits.num_pages, [0] * limits.num_pages, order)
         self.keys = KeyLog()
         cache.watchers.append(self.keys)
-        kv = KVCacheManager(cache, limits.page_tokens, MODEL, max_offer_pages=limits.max_offer_pages)
+        self.weights = f"simulated-{revision}"  # their fingerprint
+        kv = KVCacheManager(cache, limits.page_tokens, self.weights, max_offer_pages=limits.max_offer_pages)
         self.scheduler = Scheduler(kv, limits.max_running, LEASE_S)
+        self.revision = revision
         self.busy_s = 0.0
         self._clock = clock
         self._costs = costs
@@ -64,6 +68,7 @@ class SimWorker:
         self._began = 0.0  # start of that step
         self._ends = NO_STEPS  # end times of the run's steps
         self._run = 0  # number of the run
+        self.is_dead = False
 
     @contextmanager
     def changing(self) -> Iterator[Scheduler]:
@@ -76,6 +81,11 @@ class SimWorker:
             self._ends = self._ends[:1]
             self._await_end()
 
+    def end(self) -> None:
+        """It has died: nothing more happens."""
+        self.is_dead, self._ends = True, NO_STEPS
+        self._run += 1
+
     def settle(self) -> None:
         """Complete all steps of the run that have ended."""
         count = int(np.searchsorted(self._ends, self._clock.now, side="right"))
@@ -85,6 +95,8 @@ class SimWorker:
             self._planned = schedule(self.scheduler, self._budget)
 
     def _begin(self) -> None:
+        if self.is_dead:
+            return
         self._planned = schedule(self.scheduler, self._budget)
         if self._planned:
             self._began = self._clock.now
@@ -137,7 +149,7 @@ class SimWorker:
         self._gaps.add_steps(np.diff(ends), len(self._planned))
         for step in self._planned:
             is_first = step.sequence.first_token_at is None
-            update = self.scheduler.finish_step(step, bytes(count) if step.wants_token else (), last)
+            update = self.scheduler.finish_step(step, [self.revision] * count if step.wants_token else (), last)
             if update is not None and (is_first or update.finish_reason):
                 updates.append(update)
         return updates

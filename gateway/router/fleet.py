@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 
 import structlog
 
@@ -50,6 +49,7 @@ class Fleet:
         self._is_started = False
         self._log = log  # with the model's name, of a part
         self._serving: dict[Role, bool] = {}  # whether a worker of the role takes requests, as logged
+        self._looked_at: dict[WorkerClient, WorkerView] = {}
         self._compared: set[Identity] = set()  # workers compared with all others in the set
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
         self.adapters = AdapterRegistry(self._wake_all)
@@ -85,8 +85,8 @@ class Fleet:
 
     def leave(self, role: Role, address: str) -> WorkerClient:
         """Forget a worker where no request runs. The caller closes it."""
-        worker = self.prefill.pop(address) if role == "prefill" else self.decode.pop(address)
-        self._compared.discard(worker.identity)
+        worker = self.prefill[address] if role == "prefill" else self.decode[address]
+        self._drop(worker)
         worker.keys.reset()
         if worker.model is not None:
             self.parts[worker.model]._drop(worker)
@@ -100,7 +100,10 @@ class Fleet:
             if worker.status.peer.incarnation:
                 self._assign(worker)
         if not self.parts:
-            self._report_mismatches()
+            for worker in self.workers():
+                if worker.view() is not self._looked_at.get(worker):
+                    self._looked_at[worker] = worker.view()
+                    self._report_mismatches(worker)
             self._report_outage()
 
     def _assign(self, worker: WorkerClient) -> None:
@@ -117,7 +120,8 @@ class Fleet:
             stray = f"serves {model or 'a model that it does not name'}, this gateway has {', '.join(self.parts)}"
             if stray != worker.stray_because:
                 log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
-        worker.stray_because = stray
+        if stray != worker.stray_because:
+            worker.stray_because = stray
 
     def _adopt(self, worker: WorkerClient) -> None:
         """It serves this part's model from now on."""
@@ -131,6 +135,7 @@ class Fleet:
         """It does not any more. No request runs there."""
         (self.prefill if worker.role == "prefill" else self.decode).pop(worker.address)
         self._compared.discard(worker.identity)
+        self._looked_at.pop(worker, None)
 
     def set_leaving(self, role: Role, address: str, is_leaving: bool) -> None:
         """Whether the worker gets no new requests, as DNS does not name it any more."""
@@ -146,31 +151,33 @@ class Fleet:
             first = worker.address
             if worker.find_stall() is None and not worker.is_leaving:
                 first = firsts.setdefault(worker.identity, first)
-            worker.duplicate_of = first if first != worker.address else ""
+            duplicate_of = first if first != worker.address else ""
+            if duplicate_of != worker.duplicate_of:
+                worker.duplicate_of = duplicate_of
 
-    def _report_mismatches(self) -> None:
-        """Log once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
-        for worker in self.workers():
-            status = worker.status
-            if worker.identity in self._compared or worker.find_trouble():
+    def _report_mismatches(self, worker: WorkerClient) -> None:
+        """Log once, naming both values, whether it refuses what we accept, or cannot exchange pages with another one.
+
+        Unless it is not alive yet: it is compared when it is.
+        """
+        if worker.identity in self._compared or not worker.view().is_alive:
+            return
+        self._compared.add(worker.identity)
+        num_tokens = worker.status.context_tokens
+        if num_tokens < self._context_tokens:
+            reason = f"max_context_tokens here {self._context_tokens}, there {num_tokens}"
+            self._log.error("a worker has less context than the gateway", there=worker.address, reason=reason)
+        is_prefill, layout, reasons = worker.role == "prefill", worker.view().layout, set[str]()
+        for other in self.of_role("decode" if is_prefill else "prefill").values():
+            if other.view().layout == layout or other.identity not in self._compared:
                 continue
-            self._compared.add(worker.identity)
-            if status.context_tokens < self._context_tokens:
-                reason = f"max_context_tokens here {self._context_tokens}, there {status.context_tokens}"
-                self._log.error("a worker has less context than the gateway", there=worker.address, reason=reason)
-            for prefill, decode in product(self.prefill.values(), self.decode.values()):
-                if worker in (prefill, decode):
-                    self._report_pair(prefill, decode)
-
-    def _report_pair(self, prefill: PrefillClient, decode: DecodeClient) -> None:
-        """Unless one of them was not alive yet: it is compared when it is."""
-        here, there = prefill.status.peer, decode.status.peer
-        if prefill.identity in self._compared and decode.identity in self._compared:
-            mismatch = find_mismatch(here.layout, there.layout)
-            if mismatch is not None:
-                of_two = here.revision != there.revision  # which a rollout has
+            here, there = (worker, other) if is_prefill else (other, worker)
+            mismatch = find_mismatch(here.status.peer.layout, there.status.peer.layout)
+            if mismatch is not None and mismatch not in reasons:  # one line for a thousand workers that are alike
+                reasons.add(mismatch)
+                of_two = here.status.peer.revision != there.status.peer.revision  # which a rollout has
                 write = self._log.info if of_two else self._log.error
-                write("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
+                write("workers do not match", here=here.address, there=there.address, reason=mismatch)
 
     def _report_outage(self) -> None:
         """Log once that no worker of a role takes requests any more, and once that one does again."""
@@ -179,13 +186,13 @@ class Fleet:
             "decode": "they wait, then get a 503",
         }
         for role, effect in effects.items():
-            troubles = {address: worker.find_trouble() for address, worker in self.of_role(role).items()}
+            workers = self.of_role(role)
             was_serving = self._serving.get(role, False)
-            is_serving = bool(troubles) and not all(troubles.values())
+            is_serving = any(worker.view().is_alive for worker in workers.values())
             if is_serving and not was_serving:
                 self._log.info(f"{role} workers take requests")
             elif was_serving and not is_serving:
-                reason = "; ".join(f"{address} {trouble}" for address, trouble in troubles.items())
+                reason = "; ".join(f"{address} {worker.view().trouble}" for address, worker in workers.items())
                 self._log.error(f"no {role} worker takes requests: {effect}", reason=reason or "none is known")
             self._serving[role] = is_serving
 

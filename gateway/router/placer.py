@@ -127,7 +127,7 @@ class Placer:
     ) -> Placement | Wait | Held | Unready:
         keys, page_tokens = self._find_keys(workers, request)
         overlap = self._coming.find(keys, page_tokens)
-        known = [view for view in workers if view.incarnation not in request.mistaken]
+        known = [view for view in workers if request.believes(view)]
         cached = {view.incarnation: view.keys.count(keys) * page_tokens for view in known}
         stores = _find_stores(workers)
         saved = {store: count_known(keys, files) * page_tokens for store, files in stores.items()}

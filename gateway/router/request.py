@@ -16,6 +16,7 @@ from wire.retention import ALL_TOKENS, KeptPart, Retention
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
 MAX_LOSSES = 10  # the same when the last worker was gone or refused: mostly not the request's fault
 MAX_STUCK = 3  # in all, with new tokens or without, that ended at a stuck worker: the request may be what hangs it
+MAX_MISTAKES = 2  # about what workers have of the prompt: then it is computed
 ADAPTER = " adapter "  # in `Tokens.computes`, before its digest
 YIELDING_S = 30.0  # how long it waits in all rather than evict what its key's other sessions have just left
 GRAMMAR_PAUSE_S = 0.5  # before a worker is asked again that still compiles the grammar
@@ -68,6 +69,7 @@ class Request:
     emitted: list[int] = field(init=False)  # tokens the client has: never sent again, never taken back
     avoid: set[str] = field(default_factory=set)  # incarnations blamed for failed attempts
     mistaken: set[str] = field(default_factory=set)  # incarnations that had less of the prompt than expected
+    num_mistakes: int = 0  # attempts that ended so
     grammar_s: float = 0.0  # waited for its grammar in attempts that ended before it was compiled
     wake_s: float = 0.0  # waited for its model to be awake
     queue_s: float = 0.0  # spent waiting for places in all attempts
@@ -159,6 +161,10 @@ class Request:
         """What the present attempt reports of the prompt: nothing twice."""
         return None if self.is_prompt_scored else self.wanted.num_prompt_logprobs
 
+    def believes(self, worker: WorkerView) -> bool:
+        """Whether what the worker is said to have of the prompt is counted on."""
+        return self.num_mistakes < MAX_MISTAKES and worker.incarnation not in self.mistaken
+
     def emit(self, token_ids: Sequence[int], worker: WorkerView, now: float) -> None:
         """The client gets these tokens."""
         self.emitted.extend(token_ids)
@@ -180,7 +186,8 @@ class Request:
             case "no room" | "no adapter" | "no slot":
                 self.is_new_again = not self.emitted and not self.num_failures  # it waits for its turn as before
                 return None
-            case "mistaken" if decode not in self.mistaken:
+            case "mistaken" if self.num_mistakes < MAX_MISTAKES:
+                self.num_mistakes += 1
                 self.mistaken.add(decode)
                 return None
             case "compiling" | "restoring":

@@ -41,7 +41,7 @@ class WorkerAdapters:
         clock: Callable[[], float] = time.monotonic,
         mark: Callable[[], None] = lambda: None,
     ) -> None:
-        """`mark`: called when the worker has loaded one, or could not."""
+        """`mark`: called when the worker has loaded or unloaded one, or could not."""
         self.loaded: frozenset[str] = frozenset()  # digests
         self.max_loras = 0  # 0: it takes none
         self.has_slots = True  # it has refused none for want of a slot since its last status
@@ -154,3 +154,4 @@ class WorkerAdapters:
             if incarnation == self._incarnation:
                 self._ours.discard(digest)
                 self._change(self.loaded - {digest})
+                self._mark()

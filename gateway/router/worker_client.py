@@ -71,7 +71,7 @@ class WorkerClient:
         self._stall_s = stall_s
         self._channel = channel
         self._worker = worker_pb2_grpc.WorkerStub(channel)
-        self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._worker, clock, mark)
+        self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._worker, clock, self._note_adapters)
         self.keys = WorkerKeys()
         self._tasks: list[asyncio.Task[None]] = []
         self._num_others = 0  # requests of other gateways at its last answer
@@ -84,8 +84,14 @@ class WorkerClient:
         self._next_poll = 0.0  # when to ask for its status again
         self._hurry = asyncio.Event()  # `_next_poll` has moved closer
         self._layout = b""
-        self._seen: tuple[object, ...] = ()  # what `_view` was made of
-        self._view: WorkerView | None = None
+        self._view_until = float("inf")  # when silence changes it, if nothing else does
+        self._view: WorkerView | None = None  # as of now; None once anything has changed
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Whatever is set drops the view: a gateway looks at thousands of workers for each request."""
+        object.__setattr__(self, name, value)
+        if name != "_view":
+            object.__setattr__(self, "_view", None)
 
     # -- asking for its status --------------------------------------------------------------------------------------
 
@@ -96,6 +102,10 @@ class WorkerClient:
     def _keep(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         running = keep_running(work, "a link to a worker", self._note_bug, address=self.address)
         self._tasks.append(asyncio.get_running_loop().create_task(running))
+
+    def _note_adapters(self) -> None:
+        self._view = None
+        self._mark()
 
     def _note_bug(self, bug: BaseException) -> None:
         self._bug = f"has a link that failed ({bug!r})"
@@ -151,7 +161,6 @@ class WorkerClient:
         status.ClearField("saved_keys")
         self._num_others = max(status.num_running - self.num_mine, 0)
         self._layout = status.peer.layout.SerializeToString(deterministic=True)
-        self._view = None
         self._heard = self._clock()
         self._trouble = self._bug = ""
         self._is_doubted = False
@@ -234,10 +243,10 @@ class WorkerClient:
 
     def view(self) -> WorkerView:
         """What a policy may know of it."""
-        trouble = self.find_trouble()
-        seen = self.incarnation, trouble, self.num_mine, self.is_full, self.adapters.loaded, self.adapters.has_slots
-        if self._view is None or seen != self._seen:
-            self._seen, self._view = seen, self._build_view(trouble)
+        if self._view is None or self._clock() > self._view_until:
+            silent_at = self._heard + self._heartbeat_s
+            self._view_until = silent_at if self._clock() <= silent_at else float("inf")
+            self._view = self._build_view(self.find_trouble())
         return self._view
 
     def _build_view(self, trouble: str | None) -> WorkerView:

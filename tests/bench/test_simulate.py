@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bench.simulate.channels import Wires
 from bench.simulate.costs import Costs, Measured, Work, fit, load
 from bench.simulate.figures import Outcome, summarise
+from bench.simulate.hosts import Troubles
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits
@@ -120,3 +121,22 @@ def test_workers_that_change_roles_follow_a_load_that_turns() -> None:
     fixed, changing = (summarise(simulate(fleet, load), 8.0, 0.1) for fleet in fleets)
     assert changing["failed"] == 0
     assert changing["good_share"] > 1.5 * fixed["good_share"]
+
+
+@pytest.mark.parametrize("changes_roles", [False, True])
+def test_a_rollout_and_deaths_lose_and_mix_nothing(changes_roles: bool) -> None:
+    costs = Costs(step=0.02, row=0.001, kv_token=0.0, token=0.001, pair=0.0)
+    limits = Limits(1500, 10, 512, 64, 8, beside_tokens=128 if changes_roles else None)
+    role, troubles = Workers(4, 1, costs, limits), Troubles(30.0, restart_s=10.0, rollout_at_s=20.0)
+    load = Workload(
+        num_requests=160, rate=1.6, input_tokens=800, output_tokens=200, turns=2, think_s=2.0,
+        change_s=40.0 if changes_roles else 0.0, then_rate=1.6, then_input_tokens=100, then_output_tokens=400,
+    )  # fmt: skip
+    outcome = simulate(Fleet(role, role, Wires(1e-6), changes_roles=changes_roles, troubles=troubles), load)
+    figures = summarise(outcome, 8.0, 0.1)
+    wanted = {
+        (one.number, turn): count for one in build_conversations(load) for turn, count in enumerate(one.num_answer)
+    }
+    assert {answer.number: answer.num_tokens for answer in outcome.answers} == wanted
+    assert figures["failed"] == figures["mispaired"] == figures["mixed_answers"] == 0
+    assert figures["deaths"] > 3 and figures["upgraded_share"] > 0.5

@@ -386,6 +386,7 @@ def _deliver_any_attempt(self: DecodeClient, delta: Any, now: float) -> None:
 
 def _choose_credulously(self: Placer, workers: Sequence[Any], request: Request) -> Any:
     request.mistaken.clear()
+    request.num_mistakes = 0
     return choose(self, workers, request)
 
 

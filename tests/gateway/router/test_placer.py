@@ -13,7 +13,7 @@ from gateway.router.engine_client import TokenizedRequest
 from gateway.router.homes import Homes
 from gateway.router.placement import NO_LIMIT, Placement
 from gateway.router.placer import Held, Placer
-from gateway.router.request import Request
+from gateway.router.request import AttemptFailed, Request
 from gateway.router.worker_keys import KeyIndex, WorkerKeys
 from gateway.router.worker_view import WorkerView
 from protos import kv_pb2, worker_pb2
@@ -292,3 +292,24 @@ def test_the_index_knows_what_workers_have(steps: Sequence[tuple[int, str, Seque
         key = bytes([16 * number]) * 16
         has = {worker for worker in workers if worker.count([key]) or key[:SENT_KEY_BYTES] in worker.files.keys}
         assert index.find([key], 9) == has
+
+
+def test_after_two_mistakes_a_prompt_is_computed() -> None:
+    """A third worker would be asked to lend to the one that could not read twice, and so on until attempts run out."""
+    placer, one = Placer(0), request(wanted(prompt=range(1000)))
+    for worker in (PREFILL, PREFILL_2, DECODE_2):
+        placer.remember(worker, one)
+    alone = [replace(DECODE, free_pages=99), *(replace(view, **FULL) for view in (DECODE_2,)), PREFILL, PREFILL_2]
+    for number in range(2):
+        choice = placer.choose(alone, one)
+        assert isinstance(choice, Placement) and choice.decode.incarnation == "D1" and choice.lender is not None
+        one.mistaken.add(choice.lender.incarnation)
+        one.num_mistakes = number + 1
+    choice = placer.choose(alone, one)
+    assert isinstance(choice, Placement) and choice.prefill is not None
+    assert choice.lender is None and choice.num_cached == 0
+    failed = AttemptFailed("mistaken", "lacks more")
+    fresh = request()
+    for number in range(2):
+        assert fresh.go_on(failed, f"D{number}", None, 0.0) is None and not fresh.num_failures
+    assert fresh.go_on(failed, "D2", None, 0.0) is None and fresh.num_failures == 1
