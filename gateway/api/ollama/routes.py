@@ -1,9 +1,10 @@
 """The endpoints of Ollama's API. Those that would fetch, change or delete models are refused."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -17,6 +18,7 @@ from gateway.api.http.read_body import limited_route
 from gateway.api.ollama.types import ChatRequest, PlainRequest, ShowRequest
 from gateway.api.ollama.writer import OllamaAnswer, OllamaWriter, build_answer
 from gateway.errors import bad_request
+from gateway.request.check import check
 from gateway.request.prepare import ServedModel, ServedModels
 from gateway.request.types import GenerateRequest
 
@@ -47,14 +49,14 @@ def add_ollama(app: FastAPI, served: ServedModels) -> None:
     async def answer_ollama_chat(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         one, name = _find(served, body.model, request)
-        return await _answer(one, request, body, body.raw(name) if body.messages else None)
+        return await _answer(one, request, body, body.raw(name), asks=bool(body.messages))
 
     @router.post("/generate")
     async def answer_ollama_prompt(body: PlainRequest, request: Request) -> Response:
         """Answers a prompt."""
         one, name = _find(served, body.model, request)
-        has_template = bool(one.tokenizer.chat_templates)
-        return await _answer(one, request, body, body.raw(name, has_template=has_template) if body.prompt else None)
+        raw = body.raw(name, has_template=bool(one.tokenizer.chat_templates))
+        return await _answer(one, request, body, raw, asks=bool(body.prompt))
 
     @router.get("/tags", include_in_schema=False)
     async def list_models(request: Request) -> Response:
@@ -99,15 +101,16 @@ def _find(served: ServedModels, given: str, request: Request) -> tuple[ServedMod
 
 
 async def _answer(
-    one: ServedModel, request: Request, body: ChatRequest | PlainRequest, raw: GenerateRequest | None
+    one: ServedModel, request: Request, body: ChatRequest | PlainRequest, raw: GenerateRequest, *, asks: bool
 ) -> Response:
-    """`raw`: None asks for nothing but the model."""
+    """Unless it `asks` anything, it wants to know whether the model is there."""
     is_chat = isinstance(body, ChatRequest)
-    if raw is None:
+    if not asks:
+        check(raw, one, request.state.key, salts_by_key=one.options.salts_by_key)
         answer = build_answer(body.model, is_chat=is_chat)
         answer.done, answer.done_reason = True, "load"
         response = json_response(answer)
-        response.headers.update(warning_headers(tuple(body.warnings())))
+        response.headers.update(warning_headers(raw.warnings))
         return response
     await request.state.turn.step()
     with_context = not is_chat and raw.is_chat and not raw.has_images
@@ -125,21 +128,29 @@ async def _answer(
     return response
 
 
+@cache
+def _weigh(folder: Path) -> tuple[int, str, bytes]:
+    """A model's weights, as far as the gateway has them: bytes, format; and its configuration."""
+    files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
+    config = (folder / "config.json").read_bytes()
+    return sum([file.stat().st_size for file in files]), files[0].suffix[1:] if files else "", config
+
+
 def _describe(name: str, one: ServedModel) -> dict[str, Any]:
     """What is empty or 0, the gateway does not know."""
     tokenizer, tagged = one.tokenizer, name if ":" in name else name + _TAG
-    files = [file for pattern in _WEIGHTS for file in tokenizer.folder.glob(pattern)]
+    size, format, config = _weigh(tokenizer.folder)
     family, quantised = str(tokenizer.config.get("model_type", "")), tokenizer.config.get("quantization_config")
     abilities = {"completion": True, "tools": one.tool_format, "vision": one.images, "thinking": one.reasoning}
     return {
         "name": tagged,
         "model": tagged,
         "modified_at": datetime.fromtimestamp(one.created_s, UTC),
-        "size": sum([file.stat().st_size for file in files]),
-        "digest": hashlib.sha256(json.dumps([name, tokenizer.config]).encode()).hexdigest(),
+        "size": size,
+        "digest": hashlib.sha256(name.encode() + config).hexdigest(),
         "details": {
             "parent_model": one.names.listed[0] if name in one.names.adapters else "",
-            "format": files[0].suffix[1:] if files else "",
+            "format": format,
             "family": family,
             "families": [family],
             "parameter_size": "",

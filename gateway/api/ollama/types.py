@@ -1,6 +1,7 @@
 """Request bodies of Ollama's API."""
 
 import binascii
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -116,13 +117,12 @@ class _AskedBody(Body):
             options, wishes = {**effort_options(think, "think")}, {"think": "reasoning_effort"}
         elif think is not None:
             options = {**switch_options(think)}
-        last = messages[-1]
         return Chat(
             messages,
             options=options,
             reasoning_param="think" if think else None,
             wishes=wishes,
-            is_open=last["role"] == "assistant" and "tool_calls" not in last,  # the answer continues it
+            is_open=bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
             context=context,
         )
 
@@ -145,6 +145,28 @@ class MessageCall(Body):
     function: CalledFunction
 
 
+class _OpenCalls:
+    """Calls that wait for results. Without an id, a result is that of the first of its name, or of the first."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, deque[str]] = defaultdict(deque)  # by name; "": of any
+        self._answered = set[str]()
+
+    def add(self, call_id: str, name: str) -> None:
+        self._ids[name].append(call_id)
+        self._ids[""].append(call_id)
+
+    def take(self, name: str | None) -> str | None:
+        """The id of the call that has a result now. None: none is open."""
+        waiting = self._ids[name or ""]
+        while waiting and waiting[0] in self._answered:
+            waiting.popleft()
+        if not waiting:
+            return None
+        self._answered.add(waiting[0])
+        return waiting.popleft()
+
+
 class ChatMessage(Body):
     """One message of a conversation."""
 
@@ -158,32 +180,22 @@ class ChatMessage(Body):
     tool_name: str | None = Field(None, description="Whose result this is.")
     tool_call_id: str | None = Field(None, description="The same, by the call's id.")
 
-    def plain(self, path: str, waiting: list[dict[str, Any]]) -> dict[str, Any]:
-        """As chat templates take it. `waiting`: calls without a result, which it changes. Raises ApiError."""
+    def plain(self, path: str, waiting: _OpenCalls) -> dict[str, Any]:
+        """As chat templates take it. `waiting`: of the messages before it, and then also of it. Raises ApiError."""
         calls = []
         for rank, call in enumerate(self.tool_calls or ()):
             arguments = check_arguments(call.function.arguments, f"{path}.tool_calls[{rank}].function.arguments")
             calls.append(template_call(call.id or f"{path} {rank}", call.function.name, arguments))
-        waiting += calls
+            waiting.add(calls[-1]["id"], call.function.name)
         given = {
             "name": self.tool_name,
-            "tool_call_id": self._find_call(waiting) if self.role == "tool" else None,
+            "tool_call_id": self.tool_call_id or (waiting.take(self.tool_name) if self.role == "tool" else None),
             "tool_calls": calls or None,
             "reasoning_content": self.thinking or None,
         }
         images = read_images(self.images, path)
         content = join_parts([*images, *([self.content] if self.content else [])])
         return {"role": self.role, "content": content, **{name: value for name, value in given.items() if value}}
-
-    def _find_call(self, waiting: list[dict[str, Any]]) -> str | None:
-        """The id of the call that it answers: the first of its name, if clients know no ids. None: there is none."""
-        if self.tool_call_id:
-            return self.tool_call_id
-        found = (call for call in waiting if self.tool_name in (None, "", call["function"]["name"]))
-        if (call := next(found, None)) is None:
-            return None
-        waiting.remove(call)
-        return str(call["id"])
 
 
 class ChatRequest(_AskedBody):
@@ -195,8 +207,8 @@ class ChatRequest(_AskedBody):
     tools: Tools | None = TOOLS_FIELD
 
     def raw(self, name: str) -> GenerateRequest:
-        """The request without its wire format; there are messages. `name`: of the model. Raises ApiError."""
-        waiting: list[dict[str, Any]] = []
+        """The request without its wire format. `name`: of the model. Raises ApiError."""
+        waiting = _OpenCalls()
         plain = [one.plain(f"messages[{index}]", waiting) for index, one in enumerate(self.messages or ())]
         return GenerateRequest(
             name,
@@ -225,7 +237,7 @@ class PlainRequest(_AskedBody):
     context: Many[int] | None = Field(None, description="That of an answer, which this one follows.")
 
     def raw(self, name: str, *, has_template: bool) -> GenerateRequest:
-        """The request without its wire format; there is a prompt. `name`: of the model. Raises ApiError."""
+        """The request without its wire format. `name`: of the model. Raises ApiError."""
         prompt, images, context = self.prompt or "", read_images(self.images, ""), self.context or ()
         content: str | Chat = prompt
         if self.is_raw and (self.system or context or images):

@@ -370,7 +370,7 @@ def test_its_client_calls_functions(client: ollama.Client, served: Served) -> No
     asked: Any = {"model": SERVED, "tools": [weather]}
     said: list[Any] = [*HELLO]
     found = client.chat(**asked, messages=said)
-    (call,) = found.message.tool_calls or ()
+    (call,) = found.message.tool_calls or []
     result = weather(**call.function.arguments)
     said += [found.message, {"role": "tool", "content": result, "tool_name": call.function.name}]
     assert client.chat(**asked, messages=said).message.content == ANSWER
