@@ -15,6 +15,7 @@ from gateway.api.http.access import Access
 from gateway.api.http.errors import add_error_handlers
 from gateway.api.http.middleware import RequestScope
 from gateway.api.http.service_routes import build_page_router, build_status_router
+from gateway.api.ollama.routes import add_ollama
 from gateway.api.openapi import add_document
 from gateway.api.routes import Keeper, build_api_router
 from gateway.images.families import find_family
@@ -104,4 +105,5 @@ def build_app(served: ServedModels, keeper: Keeper | None = None) -> FastAPI:
     )
     app.add_middleware(RequestScope)
     add_document(app, needs_key=not served.keys.is_open)
+    add_ollama(app, served)
     return app

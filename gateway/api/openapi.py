@@ -10,7 +10,15 @@ from starlette.responses import Response
 from gateway.api.anthropic.writer import CountAnswer, MessageBody
 from gateway.api.http.access import CheckedRoute, Need
 from gateway.api.http.answer import json_response
-from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH, ErrorEnvelope, ErrorEvent
+from gateway.api.http.errors import (
+    MESSAGES_PATH,
+    OLLAMA_PATH,
+    RESPONSES_PATH,
+    ErrorEnvelope,
+    ErrorEvent,
+    ErrorText,
+    is_below,
+)
 from gateway.api.http.service_routes import WorkerStatus
 from gateway.api.openai import answers
 from gateway.api.responses.answers import InputTokens, ResponseBody
@@ -67,10 +75,14 @@ _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path |-> JS
     "/version": Version,
     "/status": FleetStatus,
 }
-_STREAMED = (
+_EVENTS = (
     "/v1/chat/completions", "/v1/chat/completions/{completion_id}", "/v1/completions", RESPONSES_PATH,
     f"{RESPONSES_PATH}/{{response_id}}", MESSAGES_PATH,
 )  # fmt: skip
+_STREAMED = {  # path |-> media type of its stream
+    **dict.fromkeys(_EVENTS, "text/event-stream"),
+    **dict.fromkeys((f"{OLLAMA_PATH}/chat", f"{OLLAMA_PATH}/generate"), "application/x-ndjson"),
+}
 _KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -96,7 +108,7 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
         if app.openapi_schema is None:
             document, open_routes = build(), _find_open(app)
             _, schemas = msgspec.json.schema_components(
-                [*known.values(), ErrorEnvelope, ErrorEvent, answers.TokenLogprob], ref_template=_REF
+                [*known.values(), ErrorEnvelope, ErrorEvent, ErrorText, answers.TokenLogprob], ref_template=_REF
             )
             # msgspec does not know the types of these fields: they hold JSON that was encoded before
             schemas["ChatLogprobs"]["properties"]["content"]["items"] = _reference(answers.TokenLogprob)
@@ -130,8 +142,10 @@ def _responses(path: str, answer: type[msgspec.Struct] | None) -> dict[str, Any]
     if answer is not None:
         content = {"application/json": {"schema": _reference(answer)}}
     if path in _STREAMED:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
-    error = ErrorEvent if path.startswith(MESSAGES_PATH) else ErrorEnvelope
+        content[_STREAMED[path]] = {}  # OpenAPI 3.1 cannot describe events
+    error: type[msgspec.Struct] = ErrorEvent if is_below(path, MESSAGES_PATH) else ErrorEnvelope
+    if is_below(path, OLLAMA_PATH):
+        error = ErrorText
     failure = {"description": "The error.", "content": {"application/json": {"schema": _reference(error)}}}
     return {"200": {"description": "The answer.", "content": content}, "4XX": failure, "5XX": failure}
 

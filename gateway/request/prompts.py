@@ -120,6 +120,7 @@ class Prompts:
         return found
 
     def _check_chat(self, chat: Chat, param: str, tools: Sequence[TemplateInput]) -> int:
+        check_vocabulary(chat.context, "context", self.tokenizer.vocab_size)
         if not chat.messages:
             raise bad_request("messages is empty; send at least one message", param)
         if not self.tokenizer.chat_templates:
@@ -171,6 +172,7 @@ class Prompts:
                 if add_special_tokens
                 else self.segments.encode(text, salt, check)
             )
+            ids = (*content.context, *ids) if content.context else ids
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
             before = model.last_with_text(ids) if content.is_open else ()

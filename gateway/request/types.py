@@ -34,6 +34,7 @@ class Chat:
     add_generation_prompt: bool = True  # end with the start of the answer
     is_open: bool = False  # the answer continues the last message, an assistant's
     marks: Sequence[Mark] = ()  # of what is kept, the longest first
+    context: Sequence[int] = ()  # tokens before it
 
     @property
     def images(self) -> list[ImagePart]:

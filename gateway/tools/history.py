@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from gateway.errors import bad_request
-from gateway.tools.json_text import JsonTexts
+from gateway.tools.json_text import JsonTexts, check_depth
 from wire.dialects import Format
 
 _SYSTEM = ("system", "developer")
@@ -37,6 +37,16 @@ def read_arguments(text: str, param: str, texts: JsonTexts) -> dict[str, Any]:
         return texts.read_object(text) if text.strip() else {}
     except ValueError as error:
         raise bad_request(f"{param}: {error}", param) from error
+
+
+def check_arguments(arguments: Mapping[str, Any], param: str) -> Mapping[str, Any]:
+    """Returns a call's arguments that came as an object. Raises ApiError naming `param`."""
+    try:
+        check_depth(arguments)
+        json.dumps(arguments, allow_nan=False)
+    except ValueError as error:
+        raise bad_request(f"{param}: {str(error)[:200]}", param) from error
+    return arguments
 
 
 def check_results(messages: Sequence[Message], params: Sequence[str] | None) -> None:

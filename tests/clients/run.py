@@ -94,6 +94,8 @@ CLIENTS = (
     Client("openai-python", "python", "openai>=3,<4", "with_openai"),
     Client("openai-node", "node", "openai", "openai_node"),
     Client("anthropic-python", "python", "anthropic>=1.17,<2", "with_anthropic"),
+    Client("ollama-python", "python", "ollama>=0.6.3,<1", "with_ollama"),
+    Client("ollama-node", "node", "ollama", "ollama_node"),
     Client("vercel-ai", "node", "ai", "vercel_ai"),
     Client("langchain-openai", "python", "langchain-openai>=1.7,<2", "with_langchain"),
     Client("litellm", "python", "litellm[mcp]>=1.100,<2", "with_litellm"),  # imports mcp for any tool call

@@ -1,6 +1,5 @@
 """Messages and tools in requests of Anthropic's Messages API."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
@@ -22,8 +21,7 @@ from gateway.api.http.body import (
 from gateway.errors import bad_request
 from gateway.images.parts import ImagePart
 from gateway.request.marks import Mark
-from gateway.tools.history import join_parts, parts_of, template_call
-from gateway.tools.json_text import check_depth
+from gateway.tools.history import check_arguments, join_parts, parts_of, template_call
 from gateway.tools.request import Choice, NamedChoice, Tool
 
 _BLOCK: Ignored = {
@@ -184,13 +182,8 @@ class MessageParam(Body):
                 case ThinkingBlock():
                     reasoning.append(block.thinking)
                 case ToolUseBlock():
-                    try:
-                        check_depth(block.input)
-                        json.dumps(block.input, allow_nan=False)
-                    except ValueError as error:
-                        path = f"{block_path}.input"
-                        raise bad_request(f"{path}: {str(error)[:200]}", path) from error
-                    calls.append(template_call(block.id, block.name, block.input))
+                    arguments = check_arguments(block.input, f"{block_path}.input")
+                    calls.append(template_call(block.id, block.name, arguments))
                 case ToolResultBlock():
                     if said:
                         raise bad_request(f"{block_path}: results of calls come before text", block_path)

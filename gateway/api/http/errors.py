@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in Anthropic's form under MESSAGES_PATH, else in OpenAI's."""
+"""Errors as HTTP responses, in Anthropic's form under MESSAGES_PATH, in Ollama's under /api/, else in OpenAI's."""
 
 from dataclasses import replace
 from http import HTTPStatus
@@ -15,6 +15,7 @@ from gateway.errors import ApiError
 
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+OLLAMA_PATH = "/api"
 _CLIENT_GONE = 499  # for access logs: the client is gone
 
 _TYPES = {  # HTTP status |-> error type
@@ -59,6 +60,16 @@ class ErrorEvent(Tagged, tag="error"):
     error: ErrorDetail
 
 
+class ErrorText(msgspec.Struct):
+    """An error as Ollama's clients expect it: a body, or a stream's last line."""
+
+    error: str
+
+
+def is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")
+
+
 def build_error(error: ApiError) -> ErrorEnvelope:
     """An error in OpenAI's form."""
     kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
@@ -66,14 +77,18 @@ def build_error(error: ApiError) -> ErrorEnvelope:
 
 
 def build_messages_error(error: ApiError) -> ErrorEvent:
-    """An error in Anthropic's form. It has no `param`, so the message names the wrong field."""
-    message = error.message
-    if error.param is not None and error.param not in message:
-        message = f"{error.param}: {message}"
+    """An error in Anthropic's form."""
+    message = build_error_text(error).error
     if error.overflow is not None:  # clients read the numbers to shorten their prompts
         message = "prompt is too long: {} tokens > {} maximum; ".format(*error.overflow) + message
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return ErrorEvent(ErrorDetail(kind, message))
+
+
+def build_error_text(error: ApiError) -> ErrorText:
+    """An error in Ollama's form. It has no `param`, so the message names the wrong field."""
+    is_named = error.param is None or error.param in error.message
+    return ErrorText(error.message if is_named else f"{error.param}: {error.message}")
 
 
 def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
@@ -83,9 +98,11 @@ def error_response(error: ApiError, path: str, headers: dict[str, str] | None = 
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    body: ErrorEnvelope | ErrorEvent
-    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+    body: ErrorEnvelope | ErrorEvent | ErrorText
+    if is_below(path, MESSAGES_PATH):
         body = build_messages_error(error)
+    elif is_below(path, OLLAMA_PATH):
+        body = build_error_text(error)
     elif path == RESPONSES_PATH and error.overflow is not None:
         message = f"Your input exceeds the context window of this model: {error.message}"
         body = build_error(replace(error, message=message))

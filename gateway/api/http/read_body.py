@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,8 +24,11 @@ _LONG = object()  # stands for a number that is too long
 _MAX_IDS = 400_000  # of several prompts, in addition to one that fills the context; 0.1 us each
 
 
-def limited_route(served: ServedModels) -> type[CheckedRoute]:
-    """Returns a route class that reads bodies within the limits before FastAPI validates them."""
+def limited_route(served: ServedModels, other_types: Collection[str] = ()) -> type[CheckedRoute]:
+    """Returns a route class that reads bodies within the limits before FastAPI validates them.
+
+    `other_types`: content types besides JSON's whose bodies are JSON all the same.
+    """
 
     class LimitedRoute(CheckedRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -38,6 +41,7 @@ def limited_route(served: ServedModels) -> type[CheckedRoute]:
             async def handle_read(request: Request) -> Response:
                 request.state.turn = LoopTurn()
                 try:
+                    _check_content_type(request, other_types)
                     value = await _read_object(request, served, takes_ids=takes_ids)
                     await request.state.turn.step()
                     return await handle(_ReadRequest(request, value))
@@ -65,7 +69,6 @@ class _ReadRequest(Request):
 
 async def _read_object(request: Request, served: ServedModels, *, takes_ids: bool) -> dict[str, object]:
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
-    _check_content_type(request)
     owner = request.state.key.name
     async with served.held.body(owner) as hold:
         async with in_time(served.options.body_timeout_s):
@@ -105,15 +108,16 @@ async def _read_bytes(request: Request, served: ServedModels, hold: Callable[[in
     return b"".join(chunks)
 
 
-def _check_content_type(request: Request) -> None:
-    """Raises ApiError 415 unless the content type is JSON or missing. Sets the header to application/json."""
+def _check_content_type(request: Request, others: Collection[str]) -> None:
+    """Raises ApiError 415 unless the content type is JSON, missing or of `others`. Sets the header to JSON."""
     given = request.headers.get("content-type", "application/json")
     kind = given.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    if not is_json and kind not in others:
         message = f"the body is {given[:100]!r}; send JSON with the header 'Content-Type: application/json'"
         raise ApiError(415, message, None, "unsupported_media_type")
-    others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
-    request.scope["headers"] = [*others, (b"content-type", b"application/json")]
+    rest = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+    request.scope["headers"] = [*rest, (b"content-type", b"application/json")]
 
 
 async def limited_chunks(request: Request, most: int, advice: str) -> AsyncGenerator[bytes, None]:

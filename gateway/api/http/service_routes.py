@@ -75,7 +75,7 @@ def build_page_router(examples: Sequence[str]) -> APIRouter:
         async def serve() -> Response:
             return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
 
-        router.add_api_route(path, serve, methods=["GET"])
+        router.add_api_route(path, serve, methods=["GET", "HEAD"])
 
     add("/", (page / "index.html").read_bytes(), "text/html; charset=utf-8")
     for name, media_type in _FILES.items():

@@ -161,6 +161,7 @@ def _said(item: dict[str, Any]) -> dict[str, Any]:
 
 
 ONE_OF = [_tool(at, _one_of(at)) for at in range(60)]
+OLLAMAS_CALL = {"function": {"name": "f", "arguments": {}}}
 HOSTILE: dict[str, tuple[str, Any]] = {
     "containers in arguments": ("chat/completions", _call(f'{{"a": {MANY}}}')),
     "containers in broken arguments": ("chat/completions", _call(MANY[:-1])),
@@ -188,6 +189,10 @@ HOSTILE: dict[str, tuple[str, Any]] = {
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": [5] * 99_000}}]},
     ]}),
     "ids": ("completions", {"prompt": [list(range(250))] * 1_900}),
+    "results of calls without ids": ("../api/chat", {"messages": [
+        {"role": "assistant", "tool_calls": [OLLAMAS_CALL] * 4_600}, *[{"role": "tool", "tool_name": "f"}] * 4_000,
+    ]}),
+    "a context": ("../api/generate", {"prompt": "x", "context": [5] * 400_000}),
 }  # fmt: skip
 
 
@@ -228,7 +233,7 @@ def test_hostile_bodies_make_no_long_step(
         await _post_bytes(served[0], "/v1/completions", b'{"prompt": "x", "max_tokens": 1}')
         watch.start()
         await asyncio.sleep(2 * PERIOD_S)
-        status = await _post_bytes(served[0], f"/v1/{path}", data)
+        status = await _post_bytes(served[0], f"/v1/{path}".replace("/v1/..", ""), data)
         await asyncio.sleep(2 * PERIOD_S)
         watch.close()
         assert watch.num_long == 0

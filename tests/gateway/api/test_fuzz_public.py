@@ -43,7 +43,15 @@ STARTS: dict[str, dict[str, Any]] = {
     **{f"v1/{api.path}": start(name) for name, api in APIS.items() if isinstance(api, Rest)},
     "tokenize": {"messages": start("chat")["messages"], "add_generation_prompt": False, "return_token_strs": True},
     "detokenize": {"model": SERVED, "tokens": [5, 6, 300]},
-}
+    "api/chat": {
+        "model": SERVED, "format": "json", "think": False, "keep_alive": "5m", "logprobs": True, "top_logprobs": 2,
+        "options": {"temperature": 0.5, "top_k": 5, "seed": 7, "stop": ["a", "b"], "num_predict": 3, "num_ctx": 4096},
+        "tools": [{"type": "function", "function": tool} for tool in TOOLS], "messages": [
+            *HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]},
+            {"role": "tool", "tool_name": "now", "content": "b"}, *HELLO],
+    },
+    "api/generate": {"model": SERVED, "prompt": "hello", "system": "hm", "context": [5, 6], "stream": False},
+}  # fmt: skip
 TOO_LATE = "deadline_ms"  # a changed deadline may be one that nobody keeps
 KEYS = [
     "stream", "stream_options", "n", "logprobs", "tools", "tool_choice", "echo", "chat_template", "kv_transfer_params",
@@ -101,9 +109,13 @@ def long_answers(served: Served) -> None:
 def check_answer(served: Served, path: str, body: bytes) -> None:
     answer = served.http.post(f"/{path}", content=body, headers={"content-type": "application/json"})
     if answer.status_code == 200:
-        assert b'"error":{' not in answer.content, answer.content
+        assert b'"error":{' not in answer.content and b'{"error":' not in answer.content, answer.content
         return
     error, is_own = answer.json()["error"], path == "v1/messages"
+    if path.startswith("api/"):
+        assert answer.json().keys() == {"error"} and answer.status_code in (400, 404)
+        assert 0 < len(error) < 1000
+        return
     assert answer.json().keys() == ({"type", "error"} if is_own else {"error"})
     assert error.keys() == ({"type", "message"} if is_own else {"message", "type", "param", "code"})
     if TOO_LATE not in error["message"]:

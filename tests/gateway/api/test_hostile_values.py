@@ -34,6 +34,12 @@ BODIES: dict[str, dict[str, Any]] = {
         "messages": HELLO, "max_tokens": 3, "temperature": 1, "top_k": 1, "top_p": 1,
         "thinking": {"type": "enabled", "budget_tokens": 1024}, "tools": [{"name": "f", "input_schema": SCHEMA}],
     },
+    "/api/chat": {
+        "messages": HELLO, "options": {"num_predict": 3, "temperature": 1, "top_k": 1, "seed": 1, "num_ctx": 1},
+        "format": SCHEMA, "logprobs": True, "top_logprobs": 1, "keep_alive": 1,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+    },
+    "/api/generate": {"prompt": "hi", "context": [1], "options": {"num_predict": 3, "repeat_penalty": 1}},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1]},
 }  # fmt: skip

@@ -14,7 +14,7 @@ from tests.support.api_server import ANSWER, PLAIN, SERVED, Served, run_api
 from tests.support.tiny_tokenizer import CONTEXT
 
 ASKED = "chat/completions completions responses responses/input_tokens messages messages/count_tokens"
-POSTS = [*(f"/v1/{path}" for path in ASKED.split()), "/tokenize", "/detokenize"]
+POSTS = [*(f"/v1/{path}" for path in ASKED.split()), "/tokenize", "/detokenize", "/api/chat", "/api/generate"]
 ASKING = {"model", "messages", "prompt", "input", "max_tokens", "tokens"}  # an endpoint's main fields
 GETS = ("/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/version", "/metrics")
 STORED, CHATS = "/v1/responses/{response_id}", "/v1/chat/completions"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import anthropic
+import ollama
 import openai
 import pytest
 from PIL import Image
@@ -106,6 +107,18 @@ def test_official_clients_send_images(vision: Vision, ask: Callable[[Vision], in
         for file, (rows, columns) in TOKENS.items()
     }
     assert texts == f"<|user|>First {marks[RED]}then {marks[BLUE]}?<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_ollamas_client_sends_images(vision: Vision, is_chat: bool) -> None:
+    client, files = ollama.Client(vision.served.url, timeout=WAIT_S), [RED, BLUE]
+    if is_chat:
+        client.chat(SERVED, [{"role": "user", "content": "What?", "images": files}])
+    else:
+        assert client.generate(SERVED, "What?", images=files).context is None  # which cannot have them
+    (sent,) = vision.served.engine.generations
+    assert [image.data for image in sent.images] == files
+    assert vision.served.tokenizer.decode(sent.prompt_ids).endswith("What?")
 
 
 def test_files_over_grpc(vision: Vision) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
+import ollama
 import openai
 import pytest
 
@@ -91,6 +92,25 @@ def test_a_call_its_result_and_the_same_answer_from_every_api(client: openai.Ope
         messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
         with other.messages.stream(messages=messages, **asked) as stream:
             assert "".join(stream.text_stream) == answer
+
+
+def test_ollamas_client_finds_the_service_by_its_variable(
+    client: openai.OpenAI, demo: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLLAMA_HOST", demo.url)
+    other, asked = ollama.Client(), dict[str, Any](model=f"{MODEL}:latest", options={"temperature": 0}, tools=TOOLS)
+    said: list[Any] = [{"role": "user", "content": PARIS}]
+    called = other.chat(messages=said, **asked)
+    (call,) = called.message.tool_calls or []
+    assert [(call.function.name, call.function.arguments)] == CALLED
+    said += [called.message, {"role": "tool", "tool_name": call.function.name, "content": RESULT}]
+    parts = list(other.chat(messages=said, stream=True, **asked))
+    answer = "".join(part.message.content or "" for part in parts)
+    assert "sunny" in answer and "21" in answer
+    for one in (called, parts[-1]):
+        spent = [one.load_duration or 0, one.prompt_eval_duration or 0, one.eval_duration or 0]
+        assert min(spent) > 0 and sum(spent) <= (one.total_duration or 0)
+    assert other.ps().models[0].model == asked["model"]
 
 
 def test_a_bad_schema_is_named_with_its_place(client: openai.OpenAI) -> None:
