@@ -117,6 +117,9 @@ def _check_secret(name: str, secret: str) -> None:
 class EngineConfig(Settings):
     """How a worker computes, how much memory it takes, and how it reads pages of others."""
 
+    weights_dir: str = ""
+    """Folder below which POST /v1/weights may name checkpoints that workers take in place of theirs. Empty: none may be
+    named."""
     revision: Annotated[
         str, needs(lambda name: len(name) <= MAX_NAME_CHARS and "=" not in name, "a name without =")
     ] = ""

@@ -19,7 +19,7 @@ class Unready:
 
 def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallback") -> Unready | None:
     """Why no request can be served; None when one can. With fallback a decode worker alone can serve."""
-    if not any(view.is_alive for view in workers if view.role == "decode"):
+    if not any(view.is_there for view in workers if view.role == "decode"):
         return Unready(_describe_none(workers, "decode"))
     return None if no_prefill == "fallback" else find_no_prefill(workers)
 
@@ -34,8 +34,8 @@ def find_no_vision(workers: Sequence[WorkerView]) -> Unready | None:
 
 def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:
     """Why no prefill worker can compute prompts for a living decode worker; None when one can."""
-    partners = {view.partners for view in workers if view.role == "decode" and view.is_alive}
-    prefills = [view for view in workers if view.role == "prefill" and view.is_alive]
+    partners = {view.partners for view in workers if view.role == "decode" and view.is_there}
+    prefills = [view for view in workers if view.role == "prefill" and view.is_there]
     if any(view.partners in partners for view in prefills):
         return None
     mismatch = (
@@ -56,7 +56,7 @@ def find_unusable(
     if lacking is None or (all_lack is not None and all_lack.role == lacking.role):
         return None
     others = [view for view in workers if view.role == lacking.role and view not in usable]
-    foreign = [view for view in others if view.is_alive and not view.can_serve("", computes)]
+    foreign = [view for view in others if view.is_there and not view.can_serve("", computes)]
     if foreign:
         have = "alive has: " + ", ".join(f"{view.address} has {view.computes}" for view in foreign)
         detail = f"the answer began with the weights {computes}, which no {lacking.role} worker that is {have}"
