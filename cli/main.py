@@ -41,7 +41,6 @@ COMMANDS = {  # a command's file is imported when it is run, or its --help is as
     "drain": ("drain",),
     "role": ("role",),
     "rollout": ("rollout",),
-    "weights": ("weights",),
     "bench": ("plan", "bench"),
 }
 

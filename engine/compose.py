@@ -55,7 +55,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import DecoderT, OpenFormat, Parts, Source
 from engine.models.table import shard_config
-from engine.new_weights import HostFormat, find_copies, take_copies, take_layers
+from engine.new_weights import HostFormat, find_copies, take_copies
 from engine.ops.base import Ops
 from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
@@ -420,25 +420,19 @@ def _find_fingerprint(folder: Path, quantization: Quantization, config: ModelCon
 
 def check_new_weights(engine: FullEngine, folder: Path) -> str:
     """The fingerprint of other weights that the engine could take. ValueError or FileNotFoundError says why not."""
-    lacking = {
-        "this worker drafts by a head, which is made for its weights: set --draft-model to a model, or none":
-            engine.has_head,
-        "this worker takes adapters, which are made for its weights: set --max-loras 0": engine.adapters is not None,
-        "this worker encodes images: set --no-vision": engine.vision is not None,
-        "models without code of Baton's own keep their weights": not isinstance(engine.config, ModelConfig),
-    }  # fmt: skip
-    for why, is_so in lacking.items():
-        if is_so:
-            raise ValueError(why)
+    here, ranks = engine.config, engine.runner.model.ranks
+    if engine.has_head or engine.adapters is not None or engine.vision is not None:
+        why = "what depends on its weights: set --draft-model none or to a model, --max-loras 0 and --no-vision"
+        raise ValueError(f"this worker has a draft head, adapters or a part for images, {why}")
+    if not isinstance(here, ModelConfig):
+        raise ValueError("models without code of Baton's own keep their weights")
     check_folder(folder)
     config, checkpoint = open_model(folder)
     check_tensors(config, checkpoint)
-    ranks, here = engine.runner.model.ranks, engine.config
     there = shard_config(config.within(here.context_tokens), Shard(ranks.rank, ranks.size))
-    for field in fields(here):
-        old, new = getattr(here, field.name), getattr(there, field.name)
-        if old != new:
-            raise ValueError(f"{folder} is another model: {field.name} is {new}, here it is {old}")
+    for name in (field.name for field in fields(here)):
+        if (old := getattr(here, name)) != (new := getattr(there, name)):
+            raise ValueError(f"{folder} is another model: {name} is {new}, here it is {old}")
     return _find_fingerprint(folder, engine.quantization, here)
 
 
@@ -454,13 +448,16 @@ def read_new_weights(engine: FullEngine, folder: Path, weights: str) -> Callable
     def build_on_host(build: Callable[[OpenFormat], DecoderT], source: Source) -> DecoderT:
         return build(lambda reader, ops: cast(PlainFormat, HostFormat(choose_format(reader, ops, source.quantization))))
 
+    parts = replace(PARTS, build=build_on_host) if is_gpu else PARTS
     new = load.load_model(
-        folder, engine.dtype, open_device(engine.device), replace(PARTS, build=build_on_host) if is_gpu else PARTS,
-        None, engine.quantization, old.ranks, engine.config.context_tokens,
+        folder, engine.dtype, open_device(engine.device), parts, None, engine.quantization, old.ranks,
+        engine.config.context_tokens,
     )  # fmt: skip
+    if is_gpu:
+        torch.cuda.empty_cache()  # what waits in main memory now
     if (found := check_new_weights(engine, folder)) != weights:
         raise ValueError(f"{folder} has the weights {found}, expected {weights}")
-    return partial(take_copies, find_copies(old, new)) if is_gpu else partial(take_layers, old, new)
+    return partial(take_copies, find_copies(old, new)) if is_gpu else partial(vars(old).update, vars(new))
 
 
 def _load_draft(

@@ -22,10 +22,10 @@ from engine.compose import FullEngine, check_new_weights, read_new_weights
 from engine.weights.files import list_shards
 from protos import worker_pb2
 from runtime.hardware import available_memory_bytes
-from runtime.rpc import REVISION_CHARS
+from runtime.rpc import MAX_PAUSE_S, REVISION_CHARS
 from runtime.tasks import run_to_end
 from worker.features import RefusedError, Weights
-from worker.peers.other_ranks import run_all
+from worker.peers.other_ranks import Verb, run_all
 from worker.role import Worker
 from worker.thread import EngineThread, call_in_thread
 
@@ -37,20 +37,15 @@ class ReadWeights:
 
     def __init__(self, engine: FullEngine) -> None:
         self._engine = engine
-        self._take: Callable[[], None] = lambda: None
+        self._take: Callable[[], None] | None = None
 
-    def read(self, folder: Path, weights: str) -> None:
-        """On a thread. ValueError or OSError says why it cannot be used."""
-        self._take = call_in_thread(partial(read_new_weights, self._engine, folder, weights))
-
-    def take(self) -> None:
-        """While no step runs."""
-        take, self._take = self._take, lambda: None
-        take()
-
-    def drop(self) -> None:
-        """It is not taken."""
-        self._take = lambda: None
+    def do(self, verb: Verb, folder: str = "", weights: str = "") -> None:
+        """See `OtherRanks.set_weights`; takes while no step runs. Raises ValueError, OSError."""
+        take, self._take = self._take, None
+        if verb == "read":
+            self._take = call_in_thread(partial(read_new_weights, self._engine, Path(folder), weights))
+        elif verb == "take" and take is not None:
+            take()
 
 
 class NewWeights(Weights):
@@ -94,7 +89,7 @@ class NewWeights(Weights):
             self._freed.set()
 
     def set_pause(self, for_s: float, ends: bool) -> int:
-        self._paused_until = time.monotonic() + for_s
+        self._paused_until = time.monotonic() + min(for_s, MAX_PAUSE_S)
         log.info("paused" if for_s else "goes on", for_s=for_s, ends=ends, left=len(self._scheduler))
         if ends:
             self.leave(self._me.incarnation)
@@ -105,7 +100,7 @@ class NewWeights(Weights):
 
     async def _set(self, request: worker_pb2.SetWeightsRequest) -> worker_pb2.SetWeightsResponse:
         try:
-            folder = self._find_folder(request.path)
+            folder = await asyncio.to_thread(self._find_folder, request.path)
             if not request.weights:
                 weights = await asyncio.to_thread(check_new_weights, self._worker.engine, folder)
                 return worker_pb2.SetWeightsResponse(weights=weights)
@@ -141,11 +136,11 @@ class NewWeights(Weights):
                 why = f"a second set of weights takes {needed >> 20} MiB of main memory, and {free >> 20} MiB are free"
                 raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
             try:
-                reading = asyncio.to_thread(self._read.read, folder, request.weights)
+                reading = asyncio.to_thread(self._read.do, "read", str(folder), request.weights)
                 await run_all([reading, *self._worker.others.set_weights("read", str(folder), request.weights)])
                 await self._wait_until_quiet(ends_at)
             except BaseException:
-                self._read.drop()
+                self._read.do("drop")
                 await run_all(self._worker.others.set_weights("drop"))
                 raise
             return await self._take(request)
@@ -189,7 +184,7 @@ class NewWeights(Weights):
         kv = self._scheduler.kv
         with self._thread.lock:
             assert not len(self._scheduler), "a sequence began with the old weights"
-            self._read.take()
+            self._read.do("take")
             kv.model = weights
             for cache in (kv.cache, kv.states.cache):
                 cache.release(cache.allocate(cache.num_spare))  # all that was cached loses its key

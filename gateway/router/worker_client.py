@@ -250,13 +250,14 @@ class WorkerClient:
         return int(answer.num_left)
 
     async def set_weights(
-        self, path: str, weights: str, revision: str, wait_s: float, timeout_s: float
-    ) -> worker_pb2.SetWeightsResponse:
-        """See worker.proto. Raises AioRpcError."""
-        request = worker_pb2.SetWeightsRequest(path=path, weights=weights, revision=revision, wait_s=wait_s)
-        answer: worker_pb2.SetWeightsResponse = await ask_twice(
-            lambda: self._worker.SetWeights(request, timeout=timeout_s)
-        )
+        self, request: worker_pb2.SetWeightsRequest, timeout_s: float
+    ) -> worker_pb2.SetWeightsResponse | grpc.aio.AioRpcError:
+        """The error is returned."""
+        answer: worker_pb2.SetWeightsResponse | grpc.aio.AioRpcError
+        try:
+            answer = await ask_twice(lambda: self._worker.SetWeights(request, timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            answer = error
         self._poll_soon()
         return answer
 

@@ -8,7 +8,7 @@ requests, and is asked again; so is one that has started again with weights that
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import structlog
@@ -16,7 +16,7 @@ import structlog
 from gateway.errors import ApiError, bad_request, not_ready
 from gateway.router.fleet import Fleet
 from gateway.router.worker_client import WorkerClient
-from runtime.rpc import MAX_PAUSE_S
+from protos import worker_pb2
 from runtime.tasks import run_to_end
 
 log = structlog.get_logger()
@@ -24,35 +24,17 @@ LOOK_S = 300.0  # for a worker to read a checkpoint once, from a disk that may b
 READ_S = 600.0  # to read it into its place
 CALL_S, RETRY_S = 10.0, 10.0
 REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What was given last."""
-
-    path: str  # on the workers' hosts
-    weights: str  # its fingerprint
-    revision: str
-    wait_s: float  # for what is running to end
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """What a change took."""
-
-    weights: str
-    still_s: Mapping[str, float]  # address |-> seconds in which the worker computed nothing for it
-    paused_s: float  # in which no worker took new requests
+Errors = dict[str, grpc.aio.AioRpcError]  # by the worker's address
 
 
 class WeightKeeper:
-    """Owns what was given, and the pauses that this gateway ordered."""
+    """Owns what was given last, and the pauses that this gateway ordered."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet = fleet
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._wanted: Wanted | None = None
+        self._wanted = worker_pb2.SetWeightsRequest()
         self._paused_until = 0.0
         self._retry_at: dict[str, float] = {}  # incarnation |-> when it may be asked again; inf: it is being asked
         self._reasons: dict[str, str] = {}  # address |-> why it has not taken them, as logged
@@ -74,93 +56,83 @@ class WeightKeeper:
 
     async def _pause(self, workers: Sequence[WorkerClient], for_s: float, ends: bool = False) -> dict[str, int]:
         calls = (one.set_pause(for_s, ends, CALL_S) for one in workers)
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for one, left in zip(workers, found, strict=True):
+        found = dict(zip(workers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        for one, left in found.items():
             if isinstance(left, BaseException):
                 log.warning("worker did not pause, or go on", address=one.address, reason=repr(left))
-        return {one.address: left for one, left in zip(workers, found, strict=True) if isinstance(left, int)}
+        return {one.address: left for one, left in found.items() if isinstance(left, int)}
 
-    async def change(self, path: str, revision: str, ends: bool, wait_s: float) -> Changed:
+    async def change(self, path: str, revision: str, ends: bool, wait_s: float) -> dict[str, Any]:
         """Returns when all have them. ApiError: none has, or it names those that have and have not."""
         async with self._lock:
             workers = self._find_workers()
-            weights = _agree(path, workers, await self._set(workers, Wanted(path, "", "", 0.0), LOOK_S))
-            wanted, began = Wanted(path, weights, revision, wait_s), self._clock()
-            before = {one.address: one.status.peer.layout.weights for one in workers}
-            await self._pause(workers, min(wait_s + READ_S, MAX_PAUSE_S), ends)
+            weights = await self._agree(workers, path)
+            wanted = worker_pb2.SetWeightsRequest(path=path, weights=weights, revision=revision, wait_s=wait_s)
+            before, began = {one.status.peer.layout.weights for one in workers}, self._clock()
+            await self._pause(workers, wait_s + READ_S, ends)
             try:
-                found = await self._set(workers, wanted, wait_s + READ_S)
-                done = {one: still for one, still in found.items() if isinstance(still, float)}
+                done, errors = await _ask(workers, wanted, wait_s + READ_S)
                 if done:
                     self._wanted = wanted
-                    self._fleet.replaced |= set(before.values())
+                    self._fleet.replaced |= before
                     self._fleet.replaced.discard(weights)
             finally:
                 await self._pause(workers, max(self._paused_until - self._clock(), 0.0))
-            if len(done) < len(workers):
-                raise _describe({one: why for one, why in found.items() if one not in done}, list(done))
+            if errors:
+                raise _describe(errors, ", ".join(done))
             if self._paused_until <= self._clock():
                 await self._fleet.changes.until(lambda: not any(one.find_trouble() for one in workers), CALL_S)
-            log.info("weights changed", path=path, weights=weights, workers=list(done))
-            return Changed(weights, done, self._clock() - began)
+        log.info("weights changed", path=path, weights=weights, workers=list(done))
+        still_s = {one: answer.still_s for one, answer in done.items()}
+        return {"weights": weights, "still_s": still_s, "paused_s": self._clock() - began}
 
-    async def _set(
-        self, workers: Sequence[WorkerClient], wanted: Wanted, timeout_s: float
-    ) -> dict[str, float | str | grpc.aio.AioRpcError]:
-        """Address |-> the fingerprint where it is wanted to look, the seconds of a change, or what went wrong."""
-
-        async def ask(one: WorkerClient) -> float | str | grpc.aio.AioRpcError:
-            try:
-                answer = await one.set_weights(wanted.path, wanted.weights, wanted.revision, wanted.wait_s, timeout_s)
-            except grpc.aio.AioRpcError as error:
-                return error
-            return answer.still_s if wanted.weights else answer.weights
-
-        found = await asyncio.gather(*map(ask, workers))
-        return {one.address: answer for one, answer in zip(workers, found, strict=True)}
+    async def _agree(self, workers: Sequence[WorkerClient], path: str) -> str:
+        """The fingerprint that all find there. Raises ApiError."""
+        found, errors = await _ask(workers, worker_pb2.SetWeightsRequest(path=path), LOOK_S)
+        if errors:
+            raise _describe(errors, "")
+        there = {answer.weights: one for one, answer in found.items()}
+        if len(there) > 1:
+            raise bad_request(f"{path} is not the same for all workers: {there}", "path")
+        return next(iter(there))
 
     def _look(self) -> None:
         """Have workers that came back with what was replaced take the new."""
-        if self._wanted is None or self._lock.locked():
-            return
-        for one in self._fleet.workers():
-            peer = one.status.peer
-            is_late = peer.layout.weights in self._fleet.replaced and one.find_stall() is None
-            if is_late and self._clock() >= self._retry_at.get(peer.incarnation, 0.0):
-                self._retry_at[peer.incarnation] = float("inf")
-                run_to_end(self._renew(one, self._wanted))
+        for one in () if self._lock.locked() else self._fleet.workers():
+            name, is_late = one.status.peer.incarnation, one.status.peer.layout.weights in self._fleet.replaced
+            if is_late and one.find_stall() is None and self._clock() >= self._retry_at.get(name, 0.0):
+                self._retry_at[name] = float("inf")
+                run_to_end(self._renew(one, name))
 
-    async def _renew(self, one: WorkerClient, wanted: Wanted) -> None:
-        incarnation = one.status.peer.incarnation
-        found = (await self._set([one], wanted, wanted.wait_s + READ_S))[one.address]
-        reason = found.details() or found.code().name if isinstance(found, grpc.aio.AioRpcError) else ""
-        if reason and reason != self._reasons.get(one.address):
-            log.error("worker has not taken the new weights", address=one.address, reason=reason)
-        elif not reason:
-            log.info("worker has the new weights", address=one.address, weights=wanted.weights)
+    async def _renew(self, one: WorkerClient, incarnation: str) -> None:
+        wanted = self._wanted
+        _, errors = await _ask([one], wanted, wanted.wait_s + READ_S)
+        reason = "".join(map(_explain, errors.values()))
+        if reason != self._reasons.get(one.address):
+            write = log.error if reason else log.info
+            write("new weights for one that came back", address=one.address, weights=wanted.weights, reason=reason)
         self._reasons[one.address] = reason
         self._retry_at[incarnation] = self._clock() + RETRY_S
 
 
-def _agree(path: str, workers: Sequence[WorkerClient], found: Mapping[str, object]) -> str:
-    """The fingerprint that all have found. Raises ApiError."""
-    wrong = {one: why for one, why in found.items() if not isinstance(why, str)}
-    if wrong:
-        raise _describe(wrong, [])
-    first = workers[0].address
-    for one, weights in found.items():
-        if weights != found[first]:
-            raise bad_request(f"{path} has the weights {weights} for {one}, and {found[first]} for {first}", "path")
-    return str(found[first])
+async def _ask(
+    workers: Sequence[WorkerClient], wanted: worker_pb2.SetWeightsRequest, timeout_s: float
+) -> tuple[dict[str, worker_pb2.SetWeightsResponse], Errors]:
+    answers = await asyncio.gather(*(one.set_weights(wanted, timeout_s) for one in workers))
+    found = {one.address: answer for one, answer in zip(workers, answers, strict=True)}
+    errors = {one: answer for one, answer in found.items() if isinstance(answer, grpc.aio.AioRpcError)}
+    return {one: answer for one, answer in found.items() if not isinstance(answer, grpc.aio.AioRpcError)}, errors
 
 
-def _describe(wrong: Mapping[str, object], done: Sequence[str]) -> ApiError:
-    """Which workers keep what they had, and why."""
-    errors = {one: why for one, why in wrong.items() if isinstance(why, grpc.aio.AioRpcError)}
-    said = "; ".join(f"worker {one}: {why.details() or why.code().name}" for one, why in errors.items())
-    if not done:
-        is_refused = all(why.code() in REFUSED for why in errors.values())
-        return bad_request(said, "path") if is_refused else not_ready(f"no worker has the new weights: {said}")
-    have = ", ".join(done)
-    rest = "those get no new requests, and are asked again"
-    return not_ready(f"{have} has the new weights; not so {said}; {rest}", "weights_incomplete")
+def _explain(error: grpc.aio.AioRpcError) -> str:
+    return error.details() or error.code().name
+
+
+def _describe(errors: Mapping[str, grpc.aio.AioRpcError], done: str) -> ApiError:
+    """Which workers keep what they had, and why. `done`: those that do not."""
+    said = "; ".join(f"worker {one}: {_explain(error)}" for one, error in errors.items())
+    if done:
+        rest = "those get no new requests, and are asked again"
+        return not_ready(f"{done} has the new weights; not so {said}; {rest}", "weights_incomplete")
+    is_refused = all(error.code() in REFUSED for error in errors.values())
+    return bad_request(said, "path") if is_refused else not_ready(f"no worker has the new weights: {said}")

@@ -93,7 +93,7 @@ class Ready(msgspec.Struct, tag=True):
 class Done(msgspec.Struct, tag=True):
     """A call is over; the child no longer works on it."""
 
-    reason: str = ""  # of the ReadError, "adapter" or "weights"; empty on success
+    reason: str = ""  # of the ReadError, or "adapter"; empty on success
     detail: str = ""
     is_gone: bool = False  # the reader cannot be used any more
     checksums: list[int] = []

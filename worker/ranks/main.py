@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,10 @@ class Rank:
             case calls.LoadAdapter():
                 await self._load_adapter(call)
             case calls.SetWeights():
-                await self._set_weights(call)
+                assert self._read is not None
+                # rank 0 has collected all steps: of the last one this rank may still have to finish what it returns
+                with self._step_lock if call.verb == "take" else nullcontext():
+                    await asyncio.to_thread(self._read.do, call.verb, call.folder, call.weights)
 
     async def _load_adapter(self, call: calls.LoadAdapter) -> None:
         assert self._engine is not None and self._engine.adapters is not None
@@ -136,19 +140,6 @@ class Rank:
         except (ValueError, OSError) as error:
             raise ReadError("adapter", str(error)) from error
         self._engine.adapters.hosted[call.key] = adapter
-
-    async def _set_weights(self, call: calls.SetWeights) -> None:
-        assert self._read is not None
-        try:
-            if call.verb == "read":
-                await asyncio.to_thread(self._read.read, Path(call.folder), call.weights)
-            elif call.verb == "drop":
-                self._read.drop()
-            else:  # rank 0 has collected all steps: of the last one this rank may still have to finish what it returns
-                with self._step_lock:
-                    self._read.take()
-        except (ValueError, OSError) as error:
-            raise ReadError("weights", str(error)) from error
 
 
 def _follow(receiver: StepReceiver, engine: FullEngine, lock: threading.Lock) -> None:
