@@ -254,7 +254,7 @@ class PublicConfig(GoalConfig):
     """Keep the KV of each key's prompts apart, so that no key learns what others sent. Default: where there are several
     keys."""
     admin_key: str = field(default="", repr=False)
-    """Key for loading and unloading adapters while serving; pass it by BATON_ADMIN_KEY. None: that is refused."""
+    """Key for adapters, revisions and weights while serving; pass it by BATON_ADMIN_KEY. None: they stay."""
     lora: tuple[str, ...] = ()
     """NAME=PATH of an adapter (LoRA): requests for the model NAME get the one in this folder, which workers read;
     repeat for several. With several models NAME=PATH@MODEL is for the model of that name, else for the first."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardRow
-from engine.compose import PARTS, FullEngine, build_engine, check_new_weights, load, open_device, read_new_weights
+from engine.compose import PARTS, FullEngine, build_engine, check_new_weights, open_device, read_new_weights
 from engine.formats.products import GpuFormat
 from engine.layers.linear import Quantization
 from engine.models.decoder import Decoder
+from engine.models import load
 from engine.models.load import DecoderT, OpenFormat, Source
 from engine.new_weights import WEIGHTS, HostFormat, find_copies, find_values, take_copies
 from engine.weights.formats import PlainFormat
@@ -72,12 +73,13 @@ def test_what_has_changed_since_it_was_looked_at_is_refused(tmp_path: Path) -> N
 
 def test_the_difference_to_another_model_is_named(tmp_path: Path) -> None:
     engine = build(write_checkpoint(tmp_path / "old", "llama", vocab=VOCAB), "float32", "none")
-    for shape, said in (
+    shapes: list[tuple[dict[str, Any], str]] = [
         ({"hidden": 64}, "hidden_size is 64, here it is 128"),
         ({"layers": 1}, "layers is"),
         ({"vocab": 310}, "vocab_size is 310, here it is 300"),
         ({"context": 64}, "context_tokens is 64"),
-    ):
+    ]
+    for shape, said in shapes:
         other = write_checkpoint(tmp_path / str(shape), "llama", **{"vocab": VOCAB} | shape)
         with pytest.raises(ValueError, match=said):
             check_new_weights(engine, other)

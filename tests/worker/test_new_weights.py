@@ -86,7 +86,7 @@ async def test_nothing_of_the_old_weights_is_used_after_a_change(reads: Reads, t
         cache, old = decode.scheduler.kv.cache, decode.peer.incarnation
         keys = list(cache._page)
         assert keys and decode.peers.find(prefill.peer.incarnation)
-        generations = [int(generation) for generation in cache.generations]
+        generations = [int(cache.generations[page]) for page in range(cache.num_pages)]
         looked = await change(opened.worker, tmp_path / "new", weights="")
         assert looked.weights == NEW and decode.peer.incarnation == old, "it was only looked at"
         await change(opened.worker, tmp_path / "new")
@@ -119,10 +119,10 @@ async def test_a_change_waits_for_what_runs_and_lets_nothing_in(reads: Reads, tm
         code, said = await refusal(opened.ask(2, OTHER))
         assert code is grpc.StatusCode.UNAVAILABLE and said == "this worker gets new weights"
         assert (await refusal(change(opened.worker, tmp_path / "new", "x")))[0] is grpc.StatusCode.FAILED_PRECONDITION
-        assert not reads.taken and not changing.done()
+        assert not changing.done()
         await prefill.run(ticket, PROMPT)
         assert await opened.end_of(1) == ("length", "") and opened.tokens[1] == expected_answer(PROMPT, 4)
-        assert (await changing).weights == NEW and reads.taken == 1
+        assert (await changing).weights == NEW and reads.taken
 
 
 async def test_a_change_that_fails_leaves_all_as_it_was(reads: Reads, tmp_path: Path) -> None:
