@@ -14,8 +14,8 @@ from engine.batch import ForwardRow
 from engine.compose import PARTS, FullEngine, build_engine, check_new_weights, open_device, read_new_weights
 from engine.formats.products import GpuFormat
 from engine.layers.linear import Quantization
-from engine.models.decoder import Decoder
 from engine.models import load
+from engine.models.decoder import Decoder
 from engine.models.load import DecoderT, OpenFormat, Source
 from engine.new_weights import WEIGHTS, HostFormat, find_copies, find_values, take_copies
 from engine.weights.formats import PlainFormat

@@ -140,3 +140,20 @@ def test_an_answer_that_began_with_replaced_weights_ends_by_name() -> None:
         fleet.run(5.0)
         assert len(client.tokens) == 1
         assert client.error is not None and client.error.code == WEIGHTS_GONE, client.error
+
+
+def test_no_attempt_goes_to_another_incarnation_than_was_chosen() -> None:
+    """Its stream is opened anew between the choice and the attempt: the tokens would count as the old weights'."""
+    with virtual_fleet(decode=1) as fleet:
+        worker = fleet.fleet.decode["D1"]
+        open_session = worker.open_session
+
+        def open_anew(*given: Any) -> Any:
+            worker._stream_incarnation = "D1+1"
+            return open_session(*given)
+
+        worker.open_session = open_anew  # type: ignore[method-assign]
+        client = fleet.ask(wanted())
+        fleet.run(1.0)
+        assert not fleet.decodes[0].sessions
+        assert client.error is not None and client.error.code == "not_ready", client.error
