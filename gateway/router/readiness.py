@@ -15,6 +15,7 @@ class Unready:
     detail: str
     role: Role = "decode"  # whose workers are missing
     code: str = "not_ready"  # of the error
+    is_final: bool = False  # no worker that is known, dead or alive, could: there is nothing to wait for
 
 
 def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallback") -> Unready | None:
@@ -60,7 +61,9 @@ def find_unusable(
     if foreign:
         have = "alive has: " + ", ".join(f"{view.address} has {view.computes}" for view in foreign)
         detail = f"the answer began with the weights {computes}, which no {lacking.role} worker that is {have}"
-        return Unready(detail, lacking.role, WEIGHTS_GONE)
+        decodes = [view for view in workers if view.role == "decode"]
+        may_come = lacking.role == "prefill" or any(not one.weights or one.can_serve("", computes) for one in decodes)
+        return Unready(detail, lacking.role, WEIGHTS_GONE, is_final=not may_come)
     why = f"GET /status says why {', '.join(view.address for view in others)} lack it"
     detail = f"adapter '{adapter}' is on no {lacking.role} worker that is alive; {why}"
     return Unready(detail, lacking.role)

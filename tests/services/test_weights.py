@@ -24,7 +24,7 @@ from tests.support.lora import greedy
 from tests.support.oracle import random_prompt
 from tests.support.surface import Surface
 
-VOCAB, COUNT, NUM_STREAMS, NUM_PROMPTS, LONG = 320, 24, 16, 24, 400
+VOCAB, COUNT, NUM_STREAMS, NUM_PROMPTS, LONG = 320, 24, 16, 10, 400
 ADMIN_KEY = "0123456789abcdef"
 CALM = ("--heartbeat-s=20", "--lease-s=60", "--stall-s=60", "--patience-s=60")
 SETS = ("old", "new", "third")

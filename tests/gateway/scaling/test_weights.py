@@ -127,7 +127,7 @@ def test_requests_wait_for_the_end_of_a_pause_beyond_their_patience() -> None:
 
 
 def test_an_answer_that_began_with_replaced_weights_ends_by_name() -> None:
-    with virtual_fleet(decode=2, patience_s=1.0) as fleet:
+    with virtual_fleet(decode=2, patience_s=50.0) as fleet:
         kept = Kept(fleet)
         client = fleet.ask(wanted("begun"))
         (at,) = [one for one in fleet.decodes if one.sessions]
