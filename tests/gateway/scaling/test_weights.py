@@ -152,7 +152,7 @@ def test_no_attempt_goes_to_another_incarnation_than_was_chosen() -> None:
             worker._stream_incarnation = "D1+1"
             return open_session(*given)
 
-        worker.open_session = open_anew  # type: ignore[method-assign]
+        worker.open_session = open_anew  # type: ignore[method-assign,assignment]
         client = fleet.ask(wanted())
         fleet.run(1.0)
         assert not fleet.decodes[0].sessions
