@@ -61,6 +61,7 @@ class DecodeRole(Role):
         self._receiver = KVReceiver(worker, self._peers, self.loop.thread, self.metrics)
         self._grammars = build_grammars(engine, config, self.metrics)
         self._features = build_features(worker, config, self._peers, self.loop.thread, self.metrics)
+        self._features.weights.leave = self._streams.restart
         self._service = build_service(
             worker, self.loop.thread, self._features, self._receiver, self._streams, self.metrics, drafts,
             self._grammars, self.loop.chunks,

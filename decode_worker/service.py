@@ -26,7 +26,7 @@ from worker.plan import ChunkSizes
 from worker.receiving import OfferRefusedError
 from worker.role import Worker
 from worker.sequences import Phase
-from worker.service import Context, WorkerService
+from worker.service import Context, WorkerService, admits
 from worker.thread import EngineThread
 
 MOST_WAIT_S, MOST_WAIT_SHARE = 4.0, 0.8  # longest wait for a grammar or for saved KV, also as a share of the timeout
@@ -48,6 +48,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         self._grammars = grammars
         self._chunks = chunks
 
+    @admits
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveResponse:
         await self._check_open(request.gateway, context)
         problem = self._find_problem(request)

@@ -45,6 +45,11 @@ class GatewayStreams:
             if stream is not None:
                 stream.add(step, update)
 
+    def restart(self, incarnation: str) -> None:
+        """End every stream, as `close`; those that come are of this incarnation."""
+        self._incarnation = incarnation
+        self.close()
+
     def close(self) -> None:
         """End every stream after what it still holds."""
         for stream in self._streams.values():

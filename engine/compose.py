@@ -1,10 +1,11 @@
 """Completes the core: the one file that names satellites. Each row of a table, and each import, is one of them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,10 +50,12 @@ from engine.latent.attention import LatentAttention, build_projection
 from engine.latent.expand import Expansion, HeadsAttention, PagedExpansion, RaggedExpansion
 from engine.layers.linear import NO_ADDITIONS, Additions, Quantization
 from engine.models import load
-from engine.models.assemble import LayerParts
+from engine.models.assemble import LayerParts, check_tensors
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import DecoderT, OpenFormat, Parts, Source
+from engine.models.table import shard_config
+from engine.new_weights import HostFormat, find_copies, take_copies
 from engine.ops.base import Ops
 from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
@@ -401,12 +404,60 @@ def _load(
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
     decoder = load_model(folder, dtype, device, on_progress, quantization, ranks, adapter_limits, max_context_tokens)
-    whole, weights = decoder.config, weight_fingerprint(folder, quantization, read_header)
-    if not isinstance(whole, ModelConfig):
-        weights += f":transformers-{version('transformers')}"
-    elif (whole := load_config(folder)).ropes != decoder.config.ropes:
-        weights += ":short-rope"
-    return Loaded(folder, weights, decoder, whole.kv_parts, whole.state_parts)
+    whole = load_config(folder) if isinstance(decoder.config, ModelConfig) else decoder.config
+    return Loaded(
+        folder, _find_fingerprint(folder, quantization, decoder.config), decoder, whole.kv_parts, whole.state_parts
+    )
+
+
+def _find_fingerprint(folder: Path, quantization: Quantization, config: ModelConfig) -> str:
+    """`config`: as the decoder computes it."""
+    weights = weight_fingerprint(folder, quantization, read_header)
+    if not isinstance(config, ModelConfig):
+        return f"{weights}:transformers-{version('transformers')}"
+    return weights if load_config(folder).ropes == config.ropes else f"{weights}:short-rope"
+
+
+def check_new_weights(engine: FullEngine, folder: Path) -> str:
+    """The fingerprint of other weights that the engine could take. ValueError or FileNotFoundError says why not."""
+    here, ranks = engine.config, engine.runner.model.ranks
+    if engine.has_head or engine.adapters is not None or engine.vision is not None:
+        why = "what depends on its weights: set --draft-model none or to a model, --max-loras 0 and --no-vision"
+        raise ValueError(f"this worker has a draft head, adapters or a part for images, {why}")
+    if not isinstance(here, ModelConfig):
+        raise ValueError("models without code of Baton's own keep their weights")
+    check_folder(folder)
+    config, checkpoint = open_model(folder)
+    check_tensors(config, checkpoint)
+    there = shard_config(config.within(here.context_tokens), Shard(ranks.rank, ranks.size))
+    for name in (field.name for field in fields(here)):
+        if (old := getattr(here, name)) != (new := getattr(there, name)):
+            raise ValueError(f"{folder} is another model: {name} is {new}, here it is {old}")
+    return _find_fingerprint(folder, engine.quantization, here)
+
+
+def read_new_weights(engine: FullEngine, folder: Path, weights: str) -> Callable[[], None]:
+    """Read them beside the old ones; the call then puts them in their place, while no step runs.
+
+    `weights`: the fingerprint. ValueError or OSError: they cannot be used, or are others by now.
+    """
+    old, is_gpu = engine.runner.model, engine.device.type == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(engine.device)  # new threads use GPU 0 by default
+
+    def build_on_host(build: Callable[[OpenFormat], DecoderT], source: Source) -> DecoderT:
+        return build(lambda reader, ops: cast(PlainFormat, HostFormat(choose_format(reader, ops, source.quantization))))
+
+    parts = replace(PARTS, build=build_on_host) if is_gpu else PARTS
+    new = load.load_model(
+        folder, engine.dtype, open_device(engine.device), parts, None, engine.quantization, old.ranks,
+        engine.config.context_tokens,
+    )  # fmt: skip
+    if is_gpu:
+        torch.cuda.empty_cache()  # what waits in main memory now
+    if (found := check_new_weights(engine, folder)) != weights:
+        raise ValueError(f"{folder} has the weights {found}, expected {weights}")
+    return partial(take_copies, find_copies(old, new)) if is_gpu else partial(vars(old).update, vars(new))
 
 
 def _load_draft(

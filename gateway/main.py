@@ -20,6 +20,7 @@ from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
 from gateway.api.revisions import build_revisions_router
 from gateway.api.tls import ServerTls
+from gateway.api.weights import build_weights_router
 from gateway.app import add_model, build_app
 from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
@@ -39,6 +40,7 @@ from gateway.scaling.autoscaling import FleetMetrics, Goals
 from gateway.scaling.discovery import Discovery
 from gateway.scaling.role_keeper import RoleKeeper
 from gateway.scaling.sleepers import Sleepers
+from gateway.scaling.weights import WeightKeeper
 from gateway.store.adapters import SharedAdapters
 from gateway.store.database import StoreError
 from gateway.store.follower import Follower
@@ -107,6 +109,7 @@ async def _serve(
     shutdown = Shutdown(config.drain_s, lambda: sum(router.admission.num_inside for router in routers.values()))
     rollout = Rollout(config.revision_shares())
     served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing, rollout)
+    keepers = {name: WeightKeeper(fleet.parts.get(name, fleet)) for name in routers}
     key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None
     place = config.state_url or (Path(config.state_dir) if config.state_dir else None)  # of the store
     runs = _build_runs(config, served, place)
@@ -117,6 +120,7 @@ async def _serve(
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
     app.include_router(build_revisions_router(served, rollout, fleet.views))
+    app.include_router(build_weights_router(served, keepers))
     store: BatchStore | None = None
     if config.batch_dir:
         store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20, place, config.state_lease_s)

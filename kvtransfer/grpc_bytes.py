@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from kvtransfer.layout import Run, hosts_of
+from kvtransfer.layout import Run, hosts_of, process_of
 from kvtransfer.reader import Local, PageRef, PageStore, ReadError, TransportReader, check_generations
 from protos import kv_pb2
 
@@ -97,7 +97,7 @@ class PageServer:
     async def _read(
         self, request: kv_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[kv_pb2.ReadPagesRequest, bytes]
     ) -> AsyncIterator[bytes]:
-        store = self._stores.get(request.incarnation)
+        store = self._stores.get(process_of(request.incarnation))
         if store is None:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,

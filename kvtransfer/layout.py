@@ -15,6 +15,11 @@ MAX_RANKS = 1024  # of a peer
 _VERSION_FIELDS = ("protocol_min", "protocol_max")
 
 
+def process_of(incarnation: str) -> str:
+    """What a worker's pools are read under: + and a number follow it where its weights have changed."""
+    return incarnation.partition("+")[0]
+
+
 class Run(NamedTuple):
     """Bytes of each page that one of our ranks reads from one rank of a peer."""
 

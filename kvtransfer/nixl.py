@@ -14,6 +14,7 @@ import structlog
 from numpy.typing import NDArray
 
 from kvtransfer.grpc_bytes import is_unreachable
+from kvtransfer.layout import process_of
 from kvtransfer.memory_file import GENERATION_BYTES
 from kvtransfer.nixl_agent import NOT_INSTALLED, NixlAgent, NixlError, is_fast, is_installed
 from kvtransfer.reader import Advert, Landing, Local, PageRef, ReadError, TransportReader, check_generations
@@ -146,7 +147,7 @@ class NixlReader(TransportReader):
 
     def _connect_rank(self, rank: int, memory: NixlMemory) -> str:
         """Returns the name of the rank's agent."""
-        name, expected = self._agent.connect(memory.metadata), f"{self._peer.incarnation}.{rank}"
+        name, expected = self._agent.connect(memory.metadata), f"{process_of(self._peer.incarnation)}.{rank}"
         if name != expected:
             raise NixlError(f"the metadata is of agent {name[:64]!r}, not of {expected}")
         return name

@@ -20,7 +20,7 @@ from worker.features import Features
 from worker.params import SequenceParams
 from worker.peers.kv_peers import KVPeers
 from worker.role import Worker
-from worker.service import Context, WorkerService
+from worker.service import Context, WorkerService, admits
 from worker.thread import EngineThread
 
 log = structlog.get_logger()
@@ -42,6 +42,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         self._heartbeat_s = config.heartbeat_s
         self.hand_overs = HandOvers(config, worker.scheduler.kv, thread, sender, metrics)
 
+    @admits
     async def Run(self, request: prefill_pb2.RunRequest, context: Context) -> prefill_pb2.RunResponse:
         problem = self._find_problem(request)
         if problem is not None:

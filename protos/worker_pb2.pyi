@@ -7,6 +7,40 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PauseRequest(_message.Message):
+    __slots__ = ("for_s", "ends")
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    for_s: float
+    ends: bool
+    def __init__(self, for_s: _Optional[float] = ..., ends: _Optional[bool] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ("num_left",)
+    NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
+    num_left: int
+    def __init__(self, num_left: _Optional[int] = ...) -> None: ...
+
+class SetWeightsRequest(_message.Message):
+    __slots__ = ("path", "weights", "revision", "wait_s")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    weights: str
+    revision: str
+    wait_s: float
+    def __init__(self, path: _Optional[str] = ..., weights: _Optional[str] = ..., revision: _Optional[str] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class SetWeightsResponse(_message.Message):
+    __slots__ = ("weights", "still_s")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    STILL_S_FIELD_NUMBER: _ClassVar[int]
+    weights: str
+    still_s: float
+    def __init__(self, weights: _Optional[str] = ..., still_s: _Optional[float] = ...) -> None: ...
+
 class SetRolesRequest(_message.Message):
     __slots__ = ("roles", "caller")
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -120,7 +154,7 @@ class ChunkCosts(_message.Message):
     def __init__(self, quiet_seconds: _Optional[float] = ..., fixed_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., read_token_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s", "chunk_costs", "free_slots", "used_slots", "cached_slots", "weaknesses", "adapters", "max_loras", "goal_answers", "kv_store", "saved_bytes", "restored_tokens", "takes_images", "cpus", "cpu_group", "read_tokens", "kv_token_bytes", "head_token_bytes", "keys", "saved_keys", "key_tokens_after", "roles")
+    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s", "chunk_costs", "free_slots", "used_slots", "cached_slots", "weaknesses", "adapters", "max_loras", "goal_answers", "kv_store", "saved_bytes", "restored_tokens", "takes_images", "cpus", "cpu_group", "read_tokens", "kv_token_bytes", "head_token_bytes", "keys", "saved_keys", "key_tokens_after", "roles", "pause")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +215,7 @@ class WorkerStatus(_message.Message):
     SAVED_KEYS_FIELD_NUMBER: _ClassVar[int]
     KEY_TOKENS_AFTER_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
     peer: _kv_pb2.Peer
     context_tokens: int
     free_pages: int
@@ -220,4 +255,5 @@ class WorkerStatus(_message.Message):
     saved_keys: KeyReport
     key_tokens_after: int
     roles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., chunk_costs: _Optional[_Union[ChunkCosts, _Mapping]] = ..., free_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., cached_slots: _Optional[int] = ..., weaknesses: _Optional[_Mapping[str, str]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., max_loras: _Optional[int] = ..., goal_answers: _Optional[int] = ..., kv_store: _Optional[str] = ..., saved_bytes: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., takes_images: _Optional[bool] = ..., cpus: _Optional[_Iterable[int]] = ..., cpu_group: _Optional[int] = ..., read_tokens: _Optional[_Union[_kv_pb2.ReadTokens, _Mapping]] = ..., kv_token_bytes: _Optional[int] = ..., head_token_bytes: _Optional[int] = ..., keys: _Optional[_Union[KeyReport, _Mapping]] = ..., saved_keys: _Optional[_Union[KeyReport, _Mapping]] = ..., key_tokens_after: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+    pause: str
+    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., chunk_costs: _Optional[_Union[ChunkCosts, _Mapping]] = ..., free_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., cached_slots: _Optional[int] = ..., weaknesses: _Optional[_Mapping[str, str]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., max_loras: _Optional[int] = ..., goal_answers: _Optional[int] = ..., kv_store: _Optional[str] = ..., saved_bytes: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., takes_images: _Optional[bool] = ..., cpus: _Optional[_Iterable[int]] = ..., cpu_group: _Optional[int] = ..., read_tokens: _Optional[_Union[_kv_pb2.ReadTokens, _Mapping]] = ..., kv_token_bytes: _Optional[int] = ..., head_token_bytes: _Optional[int] = ..., keys: _Optional[_Union[KeyReport, _Mapping]] = ..., saved_keys: _Optional[_Union[KeyReport, _Mapping]] = ..., key_tokens_after: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., pause: _Optional[str] = ...) -> None: ...

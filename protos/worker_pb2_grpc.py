@@ -65,6 +65,16 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.SetRolesRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.SetRolesResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/baton.v1.Worker/Pause',
+                request_serializer=protos_dot_worker__pb2.PauseRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.SetWeights = channel.unary_unary(
+                '/baton.v1.Worker/SetWeights',
+                request_serializer=protos_dot_worker__pb2.SetWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.SetWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -121,6 +131,25 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Takes nothing new for some time, or ends that. What it has goes on to its end, or leaves it at once, as if the worker
+        had died. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetWeights(self, request, context):
+        """Looks at other weights of the same model, or takes them in place of its own, once nothing is running here; until then
+        it takes nothing new. Nothing cached is used with the new ones, and it has another incarnation.
+        INVALID_ARGUMENT: the folder is not of this model, or not below --weights-dir; RESOURCE_EXHAUSTED: no memory for a
+        second set; FAILED_PRECONDITION: the folder has other weights than expected, this worker cannot, or is at it;
+        DEADLINE_EXCEEDED: something is still running. After all of these it has what it had.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +182,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SetRoles,
                     request_deserializer=protos_dot_worker__pb2.SetRolesRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.SetRolesResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=protos_dot_worker__pb2.PauseRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.PauseResponse.SerializeToString,
+            ),
+            'SetWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeights,
+                    request_deserializer=protos_dot_worker__pb2.SetWeightsRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.SetWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -318,6 +357,60 @@ class Worker:
             '/baton.v1.Worker/SetRoles',
             protos_dot_worker__pb2.SetRolesRequest.SerializeToString,
             protos_dot_worker__pb2.SetRolesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/Pause',
+            protos_dot_worker__pb2.PauseRequest.SerializeToString,
+            protos_dot_worker__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/SetWeights',
+            protos_dot_worker__pb2.SetWeightsRequest.SerializeToString,
+            protos_dot_worker__pb2.SetWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

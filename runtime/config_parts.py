@@ -117,6 +117,9 @@ def _check_secret(name: str, secret: str) -> None:
 class EngineConfig(Settings):
     """How a worker computes, how much memory it takes, and how it reads pages of others."""
 
+    weights_dir: str = ""
+    """Folder below which POST /v1/weights may name checkpoints that workers take in place of theirs. Empty: none may be
+    named."""
     revision: Annotated[
         str, needs(lambda name: len(name) <= MAX_NAME_CHARS and "=" not in name, "a name without =")
     ] = ""
@@ -251,7 +254,7 @@ class PublicConfig(GoalConfig):
     """Keep the KV of each key's prompts apart, so that no key learns what others sent. Default: where there are several
     keys."""
     admin_key: str = field(default="", repr=False)
-    """Key for loading and unloading adapters while serving; pass it by BATON_ADMIN_KEY. None: that is refused."""
+    """Key for adapters, revisions and weights while serving; pass it by BATON_ADMIN_KEY. None: they stay."""
     lora: tuple[str, ...] = ()
     """NAME=PATH of an adapter (LoRA): requests for the model NAME get the one in this folder, which workers read;
     repeat for several. With several models NAME=PATH@MODEL is for the model of that name, else for the first."""

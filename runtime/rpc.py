@@ -43,6 +43,10 @@ class OpenChannel(Protocol):
     def __call__(self, address: str, server_name: str = "") -> grpc.aio.Channel: ...
 
 
+REVISION_CHARS = 12  # of a fingerprint, where a revision has no name
+MAX_PAUSE_S = 3600.0  # of a worker, until it goes on by itself
+
+
 def new_incarnation() -> str:
     """A name for this run of this process, unique among all runs."""
     return secrets.token_hex(8)

@@ -16,6 +16,7 @@ from worker.images.spans import fit_chunk
 from worker.interfaces import Adapters, States
 from worker.itl_goal import choose_sizer
 from worker.metrics import WorkerMetrics
+from worker.new_weights import NewWeights
 from worker.peers.kv_peers import KVPeers
 from worker.peers.other_ranks import ALONE, OtherRanks
 from worker.plan import TokenBudget
@@ -98,6 +99,7 @@ def build_features(
     parts = config.kv_events, config.kv_events_replay
     events = KVEvents(worker, thread, *parts) if config.kv_events else None
     features = Features(KVTiers(worker, peers, thread, metrics, events))
+    features.weights = NewWeights(worker, thread, config.weights_dir)
     thread.on_failure = worker.others.end_process
     if engine.states is not None:
         add_gauges(slots, metrics)

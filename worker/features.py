@@ -3,8 +3,9 @@
 compose.py names those that a worker has. They live on the asyncio thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,7 @@ class ImageSource:
         """The server has stopped."""
 
 
-class AdapterRefusedError(Exception):
+class RefusedError(Exception):
     """`code`: the status of the call."""
 
     def __init__(self, code: grpc.StatusCode, detail: str) -> None:
@@ -73,12 +74,36 @@ class AdapterSource:
     """Loads adapters (LoRA). This worker takes none."""
 
     async def load(self, name: str, path: str, digest: str) -> str:
-        """See LoadAdapterRequest. Returns the digest. Raises AdapterRefusedError. A cancelled load goes on."""
+        """See LoadAdapterRequest. Returns the digest. Raises RefusedError. A cancelled load goes on."""
         detail = "this worker takes no adapters: set --max-loras to 1 or more"
-        raise AdapterRefusedError(grpc.StatusCode.FAILED_PRECONDITION, detail)
+        raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, detail)
 
     def unload(self, digest: str) -> None:
         """New sequences cannot have it. Idempotent."""
+
+
+class Weights:
+    """The worker's weights, and its pauses. These stay, and it never pauses."""
+
+    leave: Callable[[str], None] = staticmethod(lambda incarnation: None)
+    """Ends what gateways have here; they learn the incarnation."""
+
+    @property
+    def pause(self) -> str:
+        """Why it takes nothing new, after its name; empty: it does."""
+        return ""
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Around a call that may admit a sequence: weights do not change meanwhile."""
+        return nullcontext()
+
+    def set_pause(self, for_s: float, ends: bool) -> int:
+        """See PauseRequest. Returns how many sequences are left."""
+        raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, "this worker does not pause")
+
+    async def set(self, request: worker_pb2.SetWeightsRequest) -> worker_pb2.SetWeightsResponse:
+        """See `SetWeights` in worker.proto. Raises RefusedError. A cancelled change goes on."""
+        raise RefusedError(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps its weights")
 
 
 @dataclass(slots=True)
@@ -88,3 +113,4 @@ class Features:
     tiers: KVSource = field(default_factory=KVSource)
     images: ImageSource = field(default_factory=ImageSource)
     adapters: AdapterSource = field(default_factory=AdapterSource)
+    weights: Weights = field(default_factory=Weights)

@@ -28,7 +28,6 @@ from worker.role import Role, Worker
 from worker.scheduler import Scheduler
 
 log = structlog.get_logger()
-REVISION_CHARS = 12  # of a fingerprint, where no --revision is given
 LEND_ON_S = 2.0  # after a drain that cut requests off: they go on elsewhere, where their KV is read from here
 ConfigT = TypeVar("ConfigT", PrefillConfig, RolesConfig, DecodeConfig)
 
@@ -147,7 +146,7 @@ def build_worker(
     pools = build_pools(engine, config, incarnation, trust, others)
     peers = [pool.describe(role, address, [other[pool.is_states] for other in reached]) for pool in pools]
     me = peers[0]
-    me.model, me.revision = config.model_name, config.revision or engine.weights[-REVISION_CHARS:]
+    me.model, me.revision = config.model_name, config.revision or engine.weights[-rpc.REVISION_CHARS :]
     if len(peers) > 1:
         me.states.CopyFrom(peers[1])
     kv = KVCacheManager(

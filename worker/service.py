@@ -1,8 +1,9 @@
-"""The rpcs that all workers answer: Status, Drain, Lend, and those of adapters. Runs on the asyncio thread."""
+"""The rpcs that all workers answer: Status, Drain, Lend, and those of adapters and weights. On the asyncio thread."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from wire.page_keys import PageKey
 from worker.admission import OverGoalError
-from worker.features import AdapterRefusedError, Features, LoanRefusedError
+from worker.features import Features, LoanRefusedError, RefusedError
 from worker.interfaces import NoSlotError, UnknownAdapterError
 from worker.metrics import WorkerMetrics
 from worker.params import SequenceParams
@@ -26,6 +27,20 @@ from worker.thread import EngineThread
 
 _REFUSED_FOR = {NoSlotError: rpc.NO_SLOT, OverGoalError: rpc.OVER_GOAL}
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+Call = Callable[[Any, Any, Context], Awaitable[Any]]
+
+
+def admits(call: Call) -> Call:
+    """An rpc that may admit a sequence: this worker's weights do not change while it runs."""
+
+    @wraps(call)
+    async def run(service: "WorkerService", request: Any, context: Context) -> Any:
+        with service.weights.inside():
+            return await call(service, request, context)
+
+    return run
 
 
 def find_token_bytes(engine: FullEngine) -> tuple[int, int]:
@@ -60,6 +75,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._speed = metrics.prompt_speed
         self.tiers = features.tiers
         self.images = features.images
+        self.weights = features.weights
 
     async def close(self) -> None:
         """The server has stopped."""
@@ -70,6 +86,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Abort the call if this worker accepts nothing new."""
         if self._shutdown.is_draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
+        if pause := self.weights.pause:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"this worker {pause}")
 
     async def admit(
         self, params: SequenceParams, keys: list[PageKey], context: Context, is_kept: bool = False
@@ -137,7 +155,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.LoadAdapterResponse:
         try:
             digest = await self._adapters.load(request.name, request.path, request.digest)
-        except AdapterRefusedError as error:
+        except RefusedError as error:
             await context.abort(error.code, str(error))
         return worker_pb2.LoadAdapterResponse(digest=digest)
 
@@ -146,6 +164,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.UnloadAdapterResponse:
         self._adapters.unload(request.digest)
         return worker_pb2.UnloadAdapterResponse()
+
+    async def Pause(self, request: worker_pb2.PauseRequest, context: Context) -> worker_pb2.PauseResponse:
+        return worker_pb2.PauseResponse(num_left=self.weights.set_pause(request.for_s, request.ends))
+
+    async def SetWeights(
+        self, request: worker_pb2.SetWeightsRequest, context: Context
+    ) -> worker_pb2.SetWeightsResponse:
+        try:
+            return await self.weights.set(request)
+        except RefusedError as error:
+            await context.abort(error.code, str(error))
 
     async def Lend(self, request: worker_pb2.LendRequest, context: Context) -> worker_pb2.LendResponse:
         try:
@@ -183,6 +212,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             takes_images=self.images.takes_images,
             kv_token_bytes=self._token_bytes[0],
             head_token_bytes=self._token_bytes[1],
+            pause=self.weights.pause,
         )
         slots = scheduler.kv.states.cache
         status.free_slots, status.used_slots, status.cached_slots = slots.num_spare, slots.num_held, slots.num_cached

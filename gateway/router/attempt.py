@@ -78,6 +78,8 @@ class Attempt:
     async def reserve(self) -> None:
         """Open the session; where the decode worker lacks the prompt's KV, have it prefilled. Raises AttemptFailed."""
         request, places, began = self._request, self._places, self._clock()
+        if self.incarnations[0] != places.placement.decode.incarnation:  # perhaps with other weights
+            raise AttemptFailed("absent", f"{self._decode.address} has restarted since it was chosen")
         try:
             reserved = await self._decode.reserve(self._build_reserve(), timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:

@@ -53,6 +53,7 @@ class Fleet:
         self._compared: set[Identity] = set()  # workers compared with all others in the set
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
         self.adapters = AdapterRegistry(self._wake_all)
+        self.replaced: set[str] = set()  # fingerprints of weights: whoever has them gets others (scaling/weights.py)
         self._index = KeyIndex()
         self.prefill: dict[str, PrefillClient] = {}
         self.decode: dict[str, DecodeClient] = {}
@@ -78,6 +79,7 @@ class Fleet:
         else:
             worker = self.decode[address] = DecodeClient(address, channel, *parts)
         worker.keys.index = self._index
+        worker.replaced = self.replaced
         if source:
             log.info("worker found", role=role, address=address, source=source)
         if self._is_started:
@@ -130,6 +132,7 @@ class Fleet:
         elif isinstance(worker, DecodeClient):
             self.decode[worker.address] = worker
         worker.adapters.follow(self.adapters)
+        worker.replaced = self.replaced
 
     def _drop(self, worker: WorkerClient) -> None:
         """It does not any more. No request runs there."""

@@ -274,7 +274,7 @@ class Queue:
     def _give_up_unusable(self, waiter: Waiter, lacking: Unready, now: float) -> None:
         """Refuse it where no worker has had its adapter, or its weights, for too long."""
         waiter.without_since = now if waiter.without_since is None else waiter.without_since
-        if now - waiter.without_since >= self._patience(lacking.role):
+        if lacking.is_final or now - waiter.without_since >= self._patience(lacking.role):
             self._refuse(waiter, not_ready(lacking.detail, lacking.code))
 
     def _place(self, waiter: Waiter, choice: Placement, views: Sequence[WorkerView]) -> Places:

@@ -15,11 +15,12 @@ class Unready:
     detail: str
     role: Role = "decode"  # whose workers are missing
     code: str = "not_ready"  # of the error
+    is_final: bool = False  # no worker that is known, dead or alive, could: there is nothing to wait for
 
 
 def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallback") -> Unready | None:
     """Why no request can be served; None when one can. With fallback a decode worker alone can serve."""
-    if not any(view.is_alive for view in workers if view.role == "decode"):
+    if not any(view.is_there for view in workers if view.role == "decode"):
         return Unready(_describe_none(workers, "decode"))
     return None if no_prefill == "fallback" else find_no_prefill(workers)
 
@@ -34,8 +35,8 @@ def find_no_vision(workers: Sequence[WorkerView]) -> Unready | None:
 
 def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:
     """Why no prefill worker can compute prompts for a living decode worker; None when one can."""
-    partners = {view.partners for view in workers if view.role == "decode" and view.is_alive}
-    prefills = [view for view in workers if view.role == "prefill" and view.is_alive]
+    partners = {view.partners for view in workers if view.role == "decode" and view.is_there}
+    prefills = [view for view in workers if view.role == "prefill" and view.is_there]
     if any(view.partners in partners for view in prefills):
         return None
     mismatch = (
@@ -56,11 +57,13 @@ def find_unusable(
     if lacking is None or (all_lack is not None and all_lack.role == lacking.role):
         return None
     others = [view for view in workers if view.role == lacking.role and view not in usable]
-    foreign = [view for view in others if view.is_alive and not view.can_serve("", computes)]
+    foreign = [view for view in others if view.is_there and not view.can_serve("", computes)]
     if foreign:
         have = "alive has: " + ", ".join(f"{view.address} has {view.computes}" for view in foreign)
         detail = f"the answer began with the weights {computes}, which no {lacking.role} worker that is {have}"
-        return Unready(detail, lacking.role, WEIGHTS_GONE)
+        decodes = [view for view in workers if view.role == "decode"]
+        may_come = lacking.role == "prefill" or any(not one.weights or one.can_serve("", computes) for one in decodes)
+        return Unready(detail, lacking.role, WEIGHTS_GONE, is_final=not may_come)
     why = f"GET /status says why {', '.join(view.address for view in others)} lack it"
     detail = f"adapter '{adapter}' is on no {lacking.role} worker that is alive; {why}"
     return Unready(detail, lacking.role)

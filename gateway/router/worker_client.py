@@ -6,7 +6,7 @@ work until it answers again.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Container, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -19,6 +19,7 @@ from gateway.router.worker_keys import WorkerKeys
 from gateway.router.worker_view import Role, WorkerView
 from protos import worker_pb2, worker_pb2_grpc
 from runtime import rpc
+from runtime.malformed import ask_twice
 from runtime.tasks import keep_running
 from wire.stalls import find_stuck
 
@@ -62,6 +63,7 @@ class WorkerClient:
         self._mark = mark
         self.source = source  # the DNS name that it has; empty: named by its address
         self.is_leaving = False  # DNS no longer lists it
+        self.replaced: Container[str] = ()  # fingerprints of weights in whose place others were given
         self.duplicate_of = ""  # the other address of the same worker, which is used
         self.model: str | None = None  # that it serves here, where the gateway has several
         self.stray_because = ""  # why it serves none of them
@@ -198,6 +200,10 @@ class WorkerClient:
             return self._bug
         if self.status.draining:
             return "is draining"
+        if self.status.pause:
+            return self.status.pause
+        if self.status.peer.layout.weights in self.replaced:
+            return "has weights that POST /v1/weights replaced, and is to get the new ones"
         if self.is_leaving:
             return f"is no longer in {self.source}"
         if self.stray_because:
@@ -235,6 +241,25 @@ class WorkerClient:
         """Returns when it takes only these, and this gateway will soon know. Raises AioRpcError."""
         await self._worker.SetRoles(worker_pb2.SetRolesRequest(roles=roles, caller=caller), timeout=timeout_s)
         self._poll_soon()
+
+    async def set_pause(self, for_s: float, ends: bool, timeout_s: float) -> int:
+        """Returns how many sequences are left, when this gateway will soon know. Raises AioRpcError."""
+        request = worker_pb2.PauseRequest(for_s=for_s, ends=ends)
+        answer = await ask_twice(lambda: self._worker.Pause(request, timeout=timeout_s))
+        self._poll_soon()
+        return int(answer.num_left)
+
+    async def set_weights(
+        self, request: worker_pb2.SetWeightsRequest, timeout_s: float
+    ) -> worker_pb2.SetWeightsResponse | grpc.aio.AioRpcError:
+        """The error is returned."""
+        answer: worker_pb2.SetWeightsResponse | grpc.aio.AioRpcError
+        try:
+            answer = await ask_twice(lambda: self._worker.SetWeights(request, timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            answer = error
+        self._poll_soon()
+        return answer
 
     @property
     def incarnation(self) -> str:
@@ -276,6 +301,7 @@ class WorkerClient:
             store=status.kv_store,
             takes_images=status.takes_images,
             is_draining=(status.draining or self.is_closed) and self.find_stall() is None,
+            is_paused=bool(status.pause) and self.find_stall() is None,
             is_closed=self.is_closed,
             host=peer.host,
             num_threads=status.threads,

@@ -44,6 +44,7 @@ class WorkerView:
     store: str = ""  # where its KV is saved in files; empty: nowhere
     takes_images: bool = False  # it computes prompts with images
     is_draining: bool = False  # but answers, and lends
+    is_paused: bool = False  # takes nothing new, and will go on
     is_closed: bool = False  # it has this role, but takes no requests in it
     has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
 
@@ -54,7 +55,12 @@ class WorkerView:
 
     @property
     def can_lend(self) -> bool:
-        return self.is_alive or self.is_draining
+        return self.is_there or self.is_draining
+
+    @property
+    def is_there(self) -> bool:
+        """Whether requests that need it wait for it rather than end."""
+        return self.is_alive or self.is_paused
 
     @property
     def partners(self) -> tuple[bytes, str]:

@@ -23,9 +23,11 @@ PACKAGES = ("decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker"
 SATELLITES = {
     "engine": (
         "adapters", "catalogue.py", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hub.py", "hybrids",
-        "latent", "rank_group.py", "varied", "vision",
+        "latent", "new_weights.py", "rank_group.py", "varied", "vision",
     ),
-    "worker": ("adapters", "chunks.py", "images", "itl_goal.py", "ranks", "startup", "states", "tiers"),
+    "worker": (
+        "adapters", "chunks.py", "images", "itl_goal.py", "new_weights.py", "ranks", "startup", "states", "tiers",
+    ),
     "decode_worker": ("grammar", "speculation"),
 }  # fmt: skip
 ROUTER = ("__init__.py", "errors.py", "router")  # the gateway's core: the rest is what clients say and read

@@ -95,6 +95,23 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.adapters.pop(request.digest, None)
         return worker_pb2.UnloadAdapterResponse()
 
+    async def Pause(self, request: worker_pb2.PauseRequest, context: Context) -> worker_pb2.PauseResponse:
+        self.calls.append(f"Pause {request.for_s:g}{' ends' * request.ends}")
+        self.status["pause"] = "is paused" if request.for_s else ""
+        return worker_pb2.PauseResponse(num_left=self.num_running)
+
+    async def SetWeights(
+        self, request: worker_pb2.SetWeightsRequest, context: Context
+    ) -> worker_pb2.SetWeightsResponse:
+        """`folders`: path |-> fingerprint there."""
+        self.calls.append(f"Set {request.weights}" if request.weights else "Look")
+        found = self.folders.get(request.path, "")
+        if not found or self.load_refusal:
+            await context.abort(*(self.load_refusal or (grpc.StatusCode.INVALID_ARGUMENT, "no model is there")))
+        if request.weights:
+            self.peer.layout.weights = found
+        return worker_pb2.SetWeightsResponse(weights=found)
+
     @property
     def num_running(self) -> int:
         return 0

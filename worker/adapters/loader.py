@@ -12,7 +12,7 @@ from engine.compose import FullEngine
 from runtime.hardware import available_memory_bytes
 from runtime.tasks import run_to_end
 from worker.adapters.slots import AdapterSlots
-from worker.features import AdapterRefusedError, AdapterSource
+from worker.features import AdapterSource, RefusedError
 from worker.metrics import WorkerMetrics
 from worker.peers.other_ranks import OtherRanks, run_all
 from worker.thread import EngineThread
@@ -53,7 +53,7 @@ class AdapterLoader(AdapterSource):
 
     async def _load(self, name: str, folder: Path, expected: str) -> str:
         if not 0 < len(name) <= MOST_NAME_CHARS:
-            raise AdapterRefusedError(
+            raise RefusedError(
                 grpc.StatusCode.INVALID_ARGUMENT, f"name has {len(name)} characters, expected 1 to {MOST_NAME_CHARS}"
             )
         async with self._is_loading:
@@ -62,7 +62,7 @@ class AdapterLoader(AdapterSource):
             try:
                 digest = await asyncio.to_thread(find_digest, folder)
                 if expected not in ("", digest):
-                    raise AdapterRefusedError(
+                    raise RefusedError(
                         grpc.StatusCode.FAILED_PRECONDITION, f"{folder} has the digest {digest}, expected {expected}"
                     )
                 if not self._rename(digest, name):
@@ -70,7 +70,7 @@ class AdapterLoader(AdapterSource):
                     await self._host(name, folder, digest)
             except (ValueError, OSError) as error:
                 log.warning("adapter refused", adapter=name, path=str(folder), reason=str(error))
-                raise AdapterRefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+                raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         return digest
 
     def _rename(self, digest: str, name: str) -> bool:
@@ -80,7 +80,7 @@ class AdapterLoader(AdapterSource):
     def _check_room(self, num_bytes: int) -> None:
         taken, free = self._slots.num_bytes, available_memory_bytes()
         if taken + num_bytes > MOST_BYTES or num_bytes > free // 2 or self._slots.num_loaded >= MOST_LOADED:
-            raise AdapterRefusedError(
+            raise RefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"no memory for an adapter of {num_bytes >> 20} MiB: {self._slots.num_loaded} adapters take "
                 f"{taken >> 20} MiB, of at most {MOST_LOADED} and {MOST_BYTES >> 20} MiB, and half of {free >> 20} MiB "

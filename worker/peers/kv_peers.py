@@ -82,7 +82,9 @@ class KVPeers:
         self._watching: asyncio.Task[None] | None = None  # while there are peers
 
     def find(self, incarnation: str) -> KnownPeer | None:
-        return next((known for known in self._known.values() if known.peer.incarnation == incarnation), None)
+        """One whose pages are as ours: our weights may have changed since it was accepted."""
+        known = next((known for known in self._known.values() if known.peer.incarnation == incarnation), None)
+        return known if known and find_mismatch(self._me.layout, known.peer.layout) is None else None
 
     def transports(self) -> dict[str, str]:
         """Every peer's address |-> transport."""
@@ -100,7 +102,7 @@ class KVPeers:
             raise HandshakeRefusedError(f"{MAX_GREETINGS} handshakes are running: {peer.address} is to try again")
         async with self._greeting.setdefault(peer.address, asyncio.Lock()):
             known = self._known.get(peer.address)
-            if known is None or known.peer.incarnation != peer.incarnation:
+            if known is None or self.find(peer.incarnation) is not known:
                 known = await self._add(peer, known)
             self._mark_used(known)
             return known

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from engine.out_of_memory import end_process
 from kvtransfer.reader import Reader
 from protos import kv_pb2
 from wire.page_keys import NamedPage
+
+Verb = Literal["read", "take", "drop"]
 
 
 class OtherRanks:
@@ -44,6 +46,10 @@ class OtherRanks:
 
     def load_adapter(self, key: str, folder: str, digest: str) -> list[Coroutine[Any, Any, None]]:
         """Each reads its part of an adapter. They raise ValueError."""
+        return []
+
+    def set_weights(self, verb: Verb, folder: str = "", weights: str = "") -> list[Coroutine[Any, Any, None]]:
+        """Each reads its part of other weights, and takes or drops what it read. They raise ValueError."""
         return []
 
     def end_process(self) -> None:

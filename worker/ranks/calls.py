@@ -3,6 +3,7 @@
 import msgspec
 
 from wire.page_keys import NamedPage
+from worker.peers.other_ranks import Verb
 
 
 class Start(msgspec.Struct, tag=True):
@@ -74,6 +75,14 @@ class LoadAdapter(msgspec.Struct, tag=True):
     digest: str
 
 
+class SetWeights(msgspec.Struct, tag=True):
+    """See `OtherRanks.set_weights`."""
+
+    verb: Verb
+    folder: str
+    weights: str
+
+
 class Ready(msgspec.Struct, tag=True):
     """The child has its part of the model and of the pages."""
 
@@ -92,4 +101,4 @@ class Done(msgspec.Struct, tag=True):
 
 
 ReaderCall = OpenReader | ReadPages | ProbePages | CloseReader
-Call = Start | ReaderCall | ComputeChecksums | SavePages | RestorePages | LoadAdapter
+Call = Start | ReaderCall | ComputeChecksums | SavePages | RestorePages | LoadAdapter | SetWeights

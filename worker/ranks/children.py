@@ -28,7 +28,7 @@ from runtime.addresses import bracketed
 from runtime.child import ChildServer, describe_exit, pack
 from runtime.config import DecodeConfig, PrefillConfig
 from wire.page_keys import NamedPage
-from worker.peers.other_ranks import OtherRanks, run_all
+from worker.peers.other_ranks import OtherRanks, Verb, run_all
 from worker.ranks.calls import (
     Call,
     CloseReader,
@@ -41,6 +41,7 @@ from worker.ranks.calls import (
     Ready,
     RestorePages,
     SavePages,
+    SetWeights,
     Start,
 )
 from worker.ranks.leader import Leader
@@ -232,14 +233,20 @@ class RankChildren(OtherRanks):
         return [restore(rank) for rank in self._ranks]
 
     def load_adapter(self, key: str, folder: str, digest: str) -> list[Coroutine[Any, Any, None]]:
-        """For each child: it reads its part. Raises ValueError if it cannot."""
+        return self._ask_all(LoadAdapter(key, folder, digest))
 
-        async def load(rank: int) -> None:
-            done = await self.ask(rank, LoadAdapter(key, folder, digest), RANKS_S)
+    def set_weights(self, verb: Verb, folder: str = "", weights: str = "") -> list[Coroutine[Any, Any, None]]:
+        return self._ask_all(SetWeights(verb, folder, weights))
+
+    def _ask_all(self, call: Call) -> list[Coroutine[Any, Any, None]]:
+        """For each child. Raises ValueError if it cannot."""
+
+        async def ask(rank: int) -> None:
+            done = await self.ask(rank, call, RANKS_S)
             if done.reason:
                 raise ValueError(f"rank {rank}: {done.detail}")
 
-        return [load(rank) for rank in self._ranks]
+        return [ask(rank) for rank in self._ranks]
 
     async def close(self) -> None:
         self.is_closing = True

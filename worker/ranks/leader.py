@@ -6,7 +6,7 @@ have the same rows and runners over their own shards, and get the same tokens, s
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ log = structlog.get_logger()
 
 SEND_S = 30.0  # for followers to read: they lag by a few steps at most
 MOST_BEHIND = 2  # steps that a follower may launch before it collects one
+NO_LOCK = nullcontext()
 
 Array = NDArray[np.int32]
 
@@ -236,25 +237,29 @@ class LedHeadRunner(LedRunner, HeadRunner):
     """Rank 0's runner of a draft head: only drafts are sent, since each rank's head follows its model by itself."""
 
 
-def follow(receiver: StepReceiver, rows: InputBatch, runners: Sequence[Runner]) -> None:
-    """Repeat the leader's steps until LinkError or any failure; the process is useless then."""
+def follow(
+    receiver: StepReceiver, rows: InputBatch, runners: Sequence[Runner],
+    lock: AbstractContextManager[object] = NO_LOCK,
+) -> None:  # fmt: skip
+    """Repeat the leader's steps until LinkError or any failure; the process is useless then. `lock`: held in each."""
     behind: deque[Launched] = deque()
     begun: tuple[Runner, Begun] | None = None
     while True:
         message = _decoder.decode(receiver.read())
-        if isinstance(message, Choice):
-            assert begun is not None, "a choice without a step"
-            runner, step = begun
-            behind.append(runner.choose(step, message.masks))
-        else:
-            for delta in message.deltas:
-                delta.apply(rows)
-            if not message.requests:
-                continue
-            runner = runners[message.runner]
-            if message.is_begun:
-                begun = runner, runner.begin(message.requests)
-                continue
-            behind.append(runner.launch(message.requests))
-        if len(behind) > MOST_BEHIND:
-            behind.popleft().collect()
+        with lock:
+            if isinstance(message, Choice):
+                assert begun is not None, "a choice without a step"
+                runner, step = begun
+                behind.append(runner.choose(step, message.masks))
+            else:
+                for delta in message.deltas:
+                    delta.apply(rows)
+                if not message.requests:
+                    continue
+                runner = runners[message.runner]
+                if message.is_begun:
+                    begun = runner, runner.begin(message.requests)
+                    continue
+                behind.append(runner.launch(message.requests))
+            if len(behind) > MOST_BEHIND:
+                behind.popleft().collect()

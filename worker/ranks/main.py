@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 from worker.adapters.loader import read_adapter
+from worker.new_weights import ReadWeights
 from worker.peers.other_ranks import ALONE
 from worker.peers.pools import RankedPool, build_pools
 from worker.ranks import calls
@@ -57,6 +59,8 @@ class Rank:
         self._pools: list[RankedPool] = []  # of pages and of slots
         self._readers: dict[int, Reader] = {}  # that rank 0 has opened here
         self._engine: FullEngine | None = None
+        self._read: ReadWeights | None = None
+        self._step_lock = threading.Lock()
 
     async def answer(self, call: calls.Call) -> calls.Ready | calls.Done:
         if isinstance(call, calls.Start):
@@ -85,10 +89,10 @@ class Rank:
         except (ValueError, OSError, RuntimeError) as error:
             log.error("cannot start", reason=str(error))
             end_process()
-        self._engine = engine
+        self._engine, self._read = engine, ReadWeights(engine)
         spare_what_is_here()
         receiver = StepReceiver(socket.socket(fileno=self._steps_fd))
-        threading.Thread(target=_follow, args=(receiver, engine), name="engine", daemon=True).start()
+        threading.Thread(target=_follow, args=(receiver, engine, self._step_lock), name="engine", daemon=True).start()
         trust = load_trust(config)
         trust.watch_handshakes()
         self._pools = build_pools(engine, config, start.incarnation, trust, ALONE)
@@ -123,6 +127,11 @@ class Rank:
                 done.drafts = await asyncio.to_thread(self._pools[call.is_states].tiers.load, call.keys, call.into)
             case calls.LoadAdapter():
                 await self._load_adapter(call)
+            case calls.SetWeights():
+                assert self._read is not None
+                # rank 0 has collected all steps: of the last one this rank may still have to finish what it returns
+                with self._step_lock if call.verb == "take" else nullcontext():
+                    await asyncio.to_thread(self._read.do, call.verb, call.folder, call.weights)
 
     async def _load_adapter(self, call: calls.LoadAdapter) -> None:
         assert self._engine is not None and self._engine.adapters is not None
@@ -133,11 +142,11 @@ class Rank:
         self._engine.adapters.hosted[call.key] = adapter
 
 
-def _follow(receiver: StepReceiver, engine: FullEngine) -> None:
+def _follow(receiver: StepReceiver, engine: FullEngine, lock: threading.Lock) -> None:
     if engine.device.type == "cuda":
         torch.cuda.set_device(engine.device)  # new threads use GPU 0 by default
     try:
-        follow(receiver, engine.rows, [engine.runner, *([engine.draft_runner] if engine.draft_runner else [])])
+        follow(receiver, engine.rows, [engine.runner, *([engine.draft_runner] if engine.draft_runner else [])], lock)
     except Exception:
         log.exception("this rank cannot follow any more")
     finally:
