@@ -138,7 +138,7 @@ class BothRoles(DecodeRole):
 
     def __init__(self, config: RolesConfig, worker: Worker) -> None:
         roles = OpenRoles(config.role)
-        worker.scheduler.kv.needs_draft = worker.engine.draft_runner is not None
+        worker.scheduler.kv.needs_draft = worker.engine.has_draft_kv
         metrics = BothMetrics(worker.scheduler)
         self._sender = KVSender(worker, config.lease_s, metrics)
         super().__init__(

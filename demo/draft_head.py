@@ -4,7 +4,7 @@ Its state dict has the names and shapes of checkpoints of SpecForge and SafeAILa
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,47 +76,41 @@ class Layer(nn.Module):
         return result
 
 
-class DraftHead(nn.Module):
-    """Row i has the target's hidden state at position i and the token at i + 1, and guesses the token at i + 2."""
+class Guesser(nn.Module):
+    """Row i has hidden states of the target at position i, and guesses tokens from i + 2 on, one a step."""
 
-    d2t: Tensor  # [draft vocabulary] draft id |-> target's id - draft id
+    draft_ids: Tensor  # [draft vocabulary] target's ids, ascending
     t2d: Tensor  # [target's vocabulary] whether the draft vocabulary has it
 
-    def __init__(self, config: LlamaConfig, draft_ids: Tensor) -> None:
-        """config: the target's. draft_ids: the target's ids that can be guessed, ascending."""
+    def __init__(self, config: LlamaConfig, draft_ids: Tensor, *, saves_t2d: bool) -> None:
+        """config: the target's."""
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = Layer(config)
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, len(draft_ids), bias=False)
-        self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
-        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, draft_ids, True))
-        self._rope = LlamaRotaryEmbedding(config)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        is_known = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, draft_ids, True)
+        self.register_buffer("t2d", is_known, persistent=saves_t2d)
+
+    def tap(self, states: Sequence[Tensor]) -> Tensor:
+        """The target's hidden states [batch, rows, hidden], the last one normed |-> what `unroll` takes."""
+        raise NotImplementedError
 
     def unroll(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, taps: Tensor, steps: int) -> Iterator[Tensor]:
-        """What the head makes of its own output, step after step, as if each row began a chain. Yields [batch, rows,
-        hidden], from which step k guesses the token at i + 2 + k.
+        """As if each row began a chain: yields, for at most so many steps, [batch, rows, hidden], from which step k
+        guesses the token at i + 2 + k.
 
-        tokens [batch, rows + steps or more]: right guesses of all steps. taps [batch, rows, 3 * hidden].
+        tokens [batch, rows + steps or more]: right guesses of all steps. taps: see `tap`.
         """
-        num_rows = taps.shape[1]
-        hidden = self.fc(taps)
-        past: Past = []
-        for step in range(steps):
-            rope = self._rope(hidden, torch.arange(step, step + num_rows)[None])
-            hidden = self.midlayer(embed(tokens[:, step + 1 : step + 1 + num_rows]), hidden, rope, past)
-            yield hidden
+        raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., draft vocabulary], float32"""
-        result: Tensor = self.lm_head(self.norm(hidden))
+        result: Tensor = self.lm_head(hidden)
         return result.float()
 
     def guess(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [...], ids of the target"""
-        ids = self.logits(hidden).argmax(-1)
-        return ids + self.d2t[ids]
+        return self.draft_ids[self.logits(hidden).argmax(-1)]
 
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors, in bfloat16; each file is replaced as a whole."""
@@ -126,10 +120,45 @@ class DraftHead(nn.Module):
             for name, value in self.state_dict().items()
         }
         weights, config = folder / "model.safetensors", folder / "config.json"
-        config.with_suffix(".new").write_text(json.dumps(self._config_json(), indent=1))
+        config.with_suffix(".new").write_text(json.dumps(self.describe(), indent=1))
         config.with_suffix(".new").replace(config)
         save_file(tensors, weights.with_suffix(".new"), metadata={"format": "pt"})
         weights.with_suffix(".new").replace(weights)
+
+    def describe(self) -> dict[str, Any]:
+        """What config.json has."""
+        raise NotImplementedError
+
+
+class DraftHead(Guesser):
+    """Reads the token at i + 1, too."""
+
+    d2t: Tensor  # [draft vocabulary] draft id |-> target's id - draft id
+
+    def __init__(self, config: LlamaConfig, draft_ids: Tensor) -> None:
+        super().__init__(config, draft_ids, saves_t2d=True)
+        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Layer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
+        self._rope = LlamaRotaryEmbedding(config)
+
+    def tap(self, states: Sequence[Tensor]) -> Tensor:
+        """[batch, rows, 3 * hidden]"""
+        return torch.cat([states[layer] for layer in tap_layers(self.config.num_hidden_layers)], -1)
+
+    def unroll(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, taps: Tensor, steps: int) -> Iterator[Tensor]:
+        """What the head makes of its own output, step after step."""
+        num_rows = taps.shape[1]
+        hidden = self.fc(taps)
+        past: Past = []
+        for step in range(steps):
+            rope = self._rope(hidden, torch.arange(step, step + num_rows)[None])
+            hidden = self.midlayer(embed(tokens[:, step + 1 : step + 1 + num_rows]), hidden, rope, past)
+            yield hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(self.norm(hidden))
 
     @classmethod
     def load(cls, config: LlamaConfig, folder: Path) -> "DraftHead":
@@ -139,7 +168,7 @@ class DraftHead(nn.Module):
         head.load_state_dict(tensors)
         return head
 
-    def _config_json(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         assert self.config.rope_parameters
         names = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size"
         names += " max_position_embeddings rms_norm_eps"

@@ -1,7 +1,8 @@
-"""Trains an EAGLE-3 draft head for a chat model, on text that the model itself writes, within an hour of two CPU cores.
+"""Trains a draft head (EAGLE-3, or Medusa) for a chat model, on text that it writes itself, in less than an hour of two
+cores.
 
     python -m demo.train_head                        # for smollm2, beside its cached files
-    python -m demo.train_head --model FOLDER --out FOLDER --minutes 40
+    python -m demo.train_head --model FOLDER --out FOLDER --minutes 40 --kind medusa
 
 The learning rate follows the clock, so a run ends on time on a busy machine. The text is kept, for the next run. Where
 other processes need the cores too, OMP_WAIT_POLICY=passive makes it several times faster.
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from cyclopts import App, Parameter
@@ -22,8 +23,9 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from demo.draft_head import DraftHead, tap_layers
+from demo.draft_head import DraftHead, Guesser
 from demo.head_text import Text, read_text, write_text
+from demo.medusa_heads import MedusaHeads, new_medusa
 from demo.train import rate_at
 from engine.formats.gguf_folder import gguf_cache
 from runtime.config_parts import SMOLLM2
@@ -37,6 +39,8 @@ CHOICES = 8  # of the target's likeliest tokens that are learned for each positi
 HARD_SHARE = 0.5  # of the loss: the likeliest token alone, which greedy decoding takes
 BATCH_TOKENS = 1536
 MATRIX_RATE, OTHER_RATE = 1.2e-2, 1e-3  # of Muon and of AdamW, at their peak
+# AVX2 has no products of bfloat16, which torch makes of much slower ones
+DTYPE = torch.float32 if torch.backends.cpu.get_cpu_capability() == "AVX2" else torch.bfloat16
 REPORT_EVERY_S, SAVE_EVERY_S = 60.0, 180.0
 
 
@@ -64,7 +68,7 @@ class Batch:
 class Observed:
     """What the target makes of a batch."""
 
-    taps: Tensor  # [texts, rows, 3 * hidden]
+    taps: Tensor  # [texts, rows, 3 * hidden], or of what the head reads
     ids: Tensor  # [texts, rows + DEPTH + 1, CHOICES] likeliest tokens in place of each, ids of the draft vocabulary
     weights: Tensor  # like ids: their shares of the loss; 0 for tokens outside of the draft vocabulary
 
@@ -88,9 +92,9 @@ def _make_batch(texts: Sequence[Text]) -> Batch:
 
 
 def load_target(folder: Path) -> LlamaForCausalLM:
-    """In bfloat16. ValueError if it is no Llama model."""
+    """In DTYPE. ValueError if it is no Llama model."""
     file = next((path.name for path in folder.glob("*.gguf")), None)
-    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False)
+    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=DTYPE, trust_remote_code=False)
     if not isinstance(target, LlamaForCausalLM):
         raise ValueError(f"{folder} has a {type(target).__name__}, expected a LlamaForCausalLM")
     target.requires_grad_(False)
@@ -126,9 +130,8 @@ def new_head(target: LlamaForCausalLM, draft_ids: Tensor) -> DraftHead:
 
 
 @torch.no_grad()
-def observe(target: LlamaForCausalLM, head: DraftHead, batch: Batch) -> Observed:
+def observe(target: LlamaForCausalLM, head: Guesser, batch: Batch) -> Observed:
     out = target.model(input_ids=batch.tokens[:, : batch.num_rows], use_cache=False, output_hidden_states=True)
-    taps = torch.cat([out.hidden_states[layer] for layer in tap_layers(target.config.num_hidden_layers)], -1)
     before = batch.is_answer[:, 1 : batch.num_rows + 1]  # the next token is of the answer
     logits = target.lm_head(out.last_hidden_state[before]).float()
     best = logits.topk(CHOICES)
@@ -139,13 +142,13 @@ def observe(target: LlamaForCausalLM, head: DraftHead, batch: Batch) -> Observed
     weights = torch.zeros(*batch.tokens.shape, CHOICES)
     ids[:, 1 : batch.num_rows + 1][before] = to_draft[best.indices].clamp(min=0)
     weights[:, 1 : batch.num_rows + 1][before] = shares * head.t2d[best.indices]
-    return Observed(taps, ids, weights)
+    return Observed(head.tap(out.hidden_states), ids, weights)
 
 
-def loss_of(head: DraftHead, target: LlamaForCausalLM, batch: Batch, observed: Observed) -> Tensor:
+def loss_of(head: Guesser, target: LlamaForCausalLM, batch: Batch, observed: Observed) -> Tensor:
     """Cross-entropy of all steps, a position's own."""
     total = torch.zeros(())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=DTYPE is torch.bfloat16):
         for step, hidden in enumerate(head.unroll(target.model.embed_tokens, batch.tokens, observed.taps, STEPS)):
             where = batch.is_guessed(step)
             log_shares = head.logits(hidden[where]).log_softmax(-1)
@@ -164,13 +167,13 @@ class Figures:
 
 
 @torch.no_grad()
-def evaluate(head: DraftHead, target: LlamaForCausalLM, batches: Sequence[Batch], lengths: Sequence[int]) -> Figures:
+def evaluate(head: Guesser, target: LlamaForCausalLM, batches: Sequence[Batch], lengths: Sequence[int]) -> Figures:
     tried, right = torch.zeros(DEPTH), torch.zeros(DEPTH)
     accepted: dict[int, list[int]] = {length: [] for length in lengths}
     for batch in batches:
         taps, is_right = observe(target, head, batch).taps, batch.at(-1, batch.is_answer)
         count = torch.zeros_like(is_right, dtype=torch.long)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=DTYPE is torch.bfloat16):
             for step, hidden in enumerate(head.unroll(target.model.embed_tokens, batch.tokens, taps, DEPTH)):
                 possible = is_right & batch.is_guessed(step)
                 is_right = possible & (head.guess(hidden) == batch.at(step, batch.tokens))
@@ -188,7 +191,7 @@ def evaluate(head: DraftHead, target: LlamaForCausalLM, batches: Sequence[Batch]
     return Figures((right / tried.clamp(min=1)).tolist(), means)
 
 
-def optimizers(head: DraftHead) -> list[tuple[torch.optim.Optimizer, float]]:
+def optimizers(head: Guesser) -> list[tuple[torch.optim.Optimizer, float]]:
     """With their peak rates: Muon for the layer's matrices, AdamW for the rest."""
     matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and name != "lm_head.weight"]
     others = [p for name, p in head.named_parameters() if p.ndim == 1 or name == "lm_head.weight"]
@@ -197,7 +200,7 @@ def optimizers(head: DraftHead) -> list[tuple[torch.optim.Optimizer, float]]:
 
 
 def train(
-    head: DraftHead, target: LlamaForCausalLM, batches: Sequence[Batch], held_out: Sequence[Batch], seconds: float,
+    head: Guesser, target: LlamaForCausalLM, batches: Sequence[Batch], held_out: Sequence[Batch], seconds: float,
     out: Path, seed: int, console: Console, rate_scale: float = 1.0,
 ) -> list[float]:  # fmt: skip
     """For so long; saves now and then, and at the end. Returns the loss of each step."""
@@ -238,7 +241,8 @@ def train(
 def print_table(figures: Figures, console: Console) -> None:
     table = Table("depth", "right after right guesses", title="held-out prompts, temperature 0")
     for depth, share in enumerate(figures.right, 1):
-        table.add_row(str(depth), f"{share:.1%}")
+        if share:
+            table.add_row(str(depth), f"{share:.1%}")
     console.print(table)
     for length, mean in figures.chains.items():
         console.print(f"chains of up to {length}: {mean:.2f} guesses accepted, {1 + mean:.2f} tokens a step")
@@ -248,6 +252,7 @@ def print_table(figures: Figures, console: Console) -> None:
 def main(
     *,
     model: str = SMOLLM2,
+    kind: Literal["eagle3", "medusa"] = "eagle3",
     out: Path | None = None,
     minutes: Annotated[float, Parameter(help="of training, after the text")] = 40.0,
     text: Annotated[Path | None, Parameter(help="file of the text; written if it is not there")] = None,
@@ -262,8 +267,8 @@ def main(
     torch.manual_seed(seed)
     console = Console(width=120)
     folder = Path(locate_model(model))
-    out = out or gguf_cache() / f"{Path(model).stem}-eagle3"
-    text = text or out.with_name(out.name + "-text.json")
+    out = out or gguf_cache() / f"{Path(model).stem}-{kind}"
+    text = text or out.with_name(f"{Path(model).stem}-text.json")
     if not text.exists():
         write_text(str(folder), text_minutes * 60, seed, text, console)
     texts = read_text(text)
@@ -271,10 +276,11 @@ def main(
     held_out = make_batches([one for one in texts if one.is_held_out and one.temperature == 0])
     target = load_target(folder)
     counts = count_tokens(trained, target.config.vocab_size)
+    load, new = (MedusaHeads.load, new_medusa) if kind == "medusa" else (DraftHead.load, new_head)
     if resume:
-        head = DraftHead.load(target.config, out)
+        head: Guesser = load(target.config, out)
     else:
-        head = new_head(target, counts.sort(descending=True, stable=True).indices[:draft_vocab].sort().values)
+        head = new(target, counts.sort(descending=True, stable=True).indices[:draft_vocab].sort().values)
     covered = counts[head.t2d].sum() / counts.sum()
     console.print(f"{len(trained)} answers, {counts.sum():.0f} tokens; the draft vocabulary has {covered:.2%} of them")
     batches, scale = make_batches(trained), 0.5 if resume else 1.0

@@ -152,4 +152,4 @@ class Prepared:
     chunks: list[LogitsChunk]
     num_logits: Ints  # [B] of each request
     num_drafts: Ints  # [B] tokens after the first sampled one's row that the step checks
-    has_drafted: bool = False  # some requests' last tokens are drafts of the one that makes the next
+    num_drafted: int = 0  # most of a request's last tokens that are drafts of the one that makes the next

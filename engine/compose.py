@@ -40,8 +40,10 @@ from engine.formats.products import Fp8Format, GpuFormat, Int8Format
 from engine.formats.quantised import decode
 from engine.formats.scheme import read_scheme
 from engine.heads import load as heads
-from engine.heads.decoder import HeadDecoder
+from engine.heads.decoder import DraftDecoder
+from engine.heads.medusa import load_medusa
 from engine.heads.read_head import is_draft_head
+from engine.heads.read_medusa import find_weights, is_medusa
 from engine.heads.runner import HeadRunner
 from engine.hybrids.mixers import build_mixer
 from engine.input_batch import InputBatch
@@ -187,9 +189,11 @@ def load_model(
 
 def load_head(
     folder: Path, model: Decoder, quantization: Quantization, *, is_mtp: bool
-) -> tuple[HeadDecoder, tuple[KvPart, ...]]:
-    """See `heads.load.load_head`."""
+) -> tuple[DraftDecoder, tuple[KvPart, ...]]:
+    """See `heads.load.load_head`. Medusa heads have no KV."""
     device = open_device(model.device)
+    if not is_mtp and is_medusa(folder):
+        return load_medusa(folder, model, device, quantization, PARTS), ()
     return heads.load_head(folder, model, device, quantization, PARTS, is_mtp=is_mtp)
 
 
@@ -305,12 +309,12 @@ def assemble_engine(
     decoder, config, device, ranks = model.decoder, model.decoder.config, model.decoder.device, place.ranks
     models = [model] if draft is None else [model, draft]
     decoders = [one.decoder for one in models]
-    if draft is not None and isinstance(draft.decoder, HeadDecoder):
-        decoder.tap(draft.decoder.head.taps)
+    if draft is not None and isinstance(draft.decoder, DraftDecoder) and draft.decoder.reads:
+        decoder.tap(draft.decoder.reads)
     pool_dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
     shapes = [PoolShape(1, pad_parts(one.decoder.config.kv_parts, device), page_tokens, pool_dtype) for one in models]
     slots = PoolShape(1, config.state_parts, 1, torch.float32)
-    attention = [_choose_attention(one.decoder, page_tokens, pool_dtype) for one in models]
+    attention = [_choose_attention((one if one.kv_parts else model).decoder, page_tokens, pool_dtype) for one in models]
     context_tokens = _resolve_context(decoder, max_context_tokens)
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     rows.max_logits = most_logits(ranks.all_reduce_min(open_device(device).memory_bytes, device))
@@ -338,7 +342,7 @@ def assemble_engine(
 
     whole = [pad_parts(one.kv_parts, device) for one in models]
     parts = tuple(part for kv, own in zip(whole, shapes, strict=True) for part in own.page_parts(kv))
-    draft_shape = None if draft is None else shapes[1]
+    draft_shape = shapes[1] if draft is not None and draft.kv_parts else None
     pages = shapes[0].with_pages(num_pages + has_padding)
     pool = opened.build_pool(pages, draft_shape, share(place.pool_fds[0], parts), place.lends)
     states = None
@@ -352,7 +356,8 @@ def assemble_engine(
         rows.adapters = AdapterRows(adapters, num_rows)
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
-    runner, draft_runner = _build_runners(place, decoders, attention, [pool.tensor, pool.draft_tensor], rows)
+    tensors = [pool.tensor, pool.tensor if pool.draft_tensor is None else pool.draft_tensor]
+    runner, draft_runner = _build_runners(place, decoders, attention, tensors, rows)
     return FullEngine(
         folder=model.folder,
         config=config,
@@ -376,14 +381,14 @@ def assemble_engine(
 
 
 def _build_runners(
-    place: Place, decoders: Sequence[Decoder], attention: Sequence[AttentionChoice], pages: Sequence[Tensor | None],
+    place: Place, decoders: Sequence[Decoder], attention: Sequence[AttentionChoice], pages: Sequence[Tensor],
     rows: InputBatch,
 ) -> tuple[Runner, Runner | None]:  # fmt: skip
     """Of the model and, if there are two, of what drafts for it. pages: of each."""
     backends = [one.backend for one in attention]
     if len(decoders) == 1:
         return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None
-    if isinstance(decoders[1], HeadDecoder):
+    if isinstance(decoders[1], DraftDecoder):
         build_head: Callable[..., Runner] = place.build_head_runner or HeadRunner
         head = build_head(decoders[1], backends[1], pages[1], rows, decoders[0])
         assert isinstance(head, HeadRunner)
@@ -500,8 +505,8 @@ def _load_head(folder: Path, target: Decoder, quantization: Quantization, *, is_
         raise ValueError(
             f"draft head {folder} does not fit the model: {error}; choose another --draft-model"
         ) from error
-    prefix = f"{MTP}:" if is_mtp else ""
-    return Loaded(folder, prefix + weight_fingerprint(folder, quantization, read_header), decoder, kv_parts)
+    prefix, source = (f"{MTP}:", folder) if is_mtp else ("", find_weights(folder))
+    return Loaded(folder, prefix + weight_fingerprint(source, quantization, read_header), decoder, kv_parts)
 
 
 def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:

@@ -44,6 +44,16 @@ class Engine:
         return self.draft_runner is not None and self.draft_runner.is_head
 
     @property
+    def has_draft_kv(self) -> bool:
+        """Whether pages hold KV of what drafts."""
+        return self.pool.draft_tensor is not None
+
+    @property
+    def num_after(self) -> int:
+        """Tokens after a page that its KV depends on: a head's at a position is of the token after that, too."""
+        return int(self.has_head and self.has_draft_kv)
+
+    @property
     def num_pages(self) -> int:
         """Pages of the pool that are available to sequences."""
         return self.pool.num_pages if self.padding_page is None else self.padding_page

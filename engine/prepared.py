@@ -101,7 +101,7 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
     if masks:
         chunks = with_masks(chunks, requests, masks, rows.vocab_size)
     num_drafts = np.maximum(num_logits - num_given - 1, 0)
-    return Prepared(layout, outputs, chunks, num_logits, num_drafts, bool(np.count_nonzero(num_drafted)))
+    return Prepared(layout, outputs, chunks, num_logits, num_drafts, int(num_drafted.max(initial=0)))
 
 
 def _plan_chunk(

@@ -22,6 +22,7 @@ from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
 from engine.staging import download, mark, upload
 from wire.logprobs import TokenLogprobs
+from wire.sampling import MAX_DRAFT_TOKENS
 
 Masks = Mapping[int, NDArray[np.int32]]  # index of a request |-> its mask, see `ForwardRow`
 
@@ -81,19 +82,20 @@ class Follower:
     def plan(self, batch: Batch) -> None:
         """The model's step is about to be launched: `follow` or `run` comes next."""
 
-    def follow(self, batch: Batch, step: Prepared, tokens: Tensor) -> None:
-        """The model's step has chosen `tokens`, [S]. Only launches."""
+    def follow(self, batch: Batch, step: Prepared, hidden: Tensor, tokens: Tensor) -> None:
+        """The model's step gave `hidden`, [S, H], and has chosen `tokens`, [S]. Only launches."""
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "Follower":
         """For captured steps, which call `find_lasts` and `run`: see `AttentionBackend.for_graph`."""
         return self
 
     def find_lasts(self, read_tokens: Callable[[], Tensor], chosen: Tensor, num_drafts: Tensor) -> Tensor:
-        """[B, K] the step's tokens, and those chosen after them; [B] drafts |-> [B] rows with the last right tokens."""
+        """[B, K] the step's tokens, and those chosen after them; [B] drafts |-> [B] outputs after the last right
+        tokens."""
         return num_drafts
 
-    def run(self, batch: Batch, logits_rows: Tensor, row_ids: Tensor) -> None:
-        """logits_rows, row_ids: [B], see `find_lasts`, and the sequences' rows. Only launches."""
+    def run(self, batch: Batch, hidden: Tensor, lasts: Tensor, row_ids: Tensor) -> None:
+        """lasts, row_ids: [B], see `find_lasts`, and the sequences' rows. Only launches."""
 
 
 class Forwards:
@@ -113,6 +115,7 @@ class Runner:
     """Owns a model and the attention backend. Writes KV into the pages of `rows`, and sampled tokens into `rows`."""
 
     is_head = False  # a draft head's: it follows the model's steps
+    most_drafts = MAX_DRAFT_TOKENS  # in a row
     carried: Tensor | None = None  # [rows + 1, H] that steps go on from and leave; None: they begin with tokens alone
 
     def __init__(
@@ -182,7 +185,7 @@ class Runner:
         rows, model = self.rows, self.model
         if not step.chunks:
             nothing = hidden.new_empty(0, dtype=torch.int64)
-            self.follower.follow(batch, step, nothing)
+            self.follower.follow(batch, step, hidden, nothing)
             return Launched(nothing, [])
         (places,) = upload([step.outputs.places], rows.device)  # [S]
         parts: list[Tensor] = []
@@ -198,7 +201,7 @@ class Runner:
                 scores.append(score(chunk, logprobs, parts[-1]))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows.flat_tokens.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))  # a step may be launched on them
-        self.follower.follow(batch, step, tokens)
+        self.follower.follow(batch, step, hidden, tokens)
         return Launched(tokens, scores)
 
     def _choose(self, chunk: LogitsChunk, logits: Tensor, places: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class PrefillRole(Role):
 
     def __init__(self, config: PrefillConfig, worker: Worker) -> None:
         engine, scheduler = worker.engine, worker.scheduler
-        scheduler.kv.needs_draft = engine.draft_runner is not None
+        scheduler.kv.needs_draft = engine.has_draft_kv
         self.metrics: PrefillMetrics = PrefillMetrics(scheduler)
         self._sender = KVSender(worker, config.lease_s, self.metrics)
         self._peers = KVPeers(worker.me, worker.pools, config, self.metrics)

@@ -131,8 +131,8 @@ class EngineConfig(Settings):
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: Annotated[str, needs(bool, 'a folder, a hub id, "mtp", "auto" or "none"')] = "auto"
-    """What drafts: a small model or an EAGLE-3 head by folder or hub id; "mtp", the model's own MTP layer; "none"; or
-    auto: the demo's own beside the demo model."""
+    """What drafts: a small model, an EAGLE-3 head or Medusa heads by folder or hub id; "mtp", the model's MTP layer;
+    "none"; or auto: the demo's own beside the demo model."""
     device: Device = "auto"
     """Where to compute; auto is cuda when there is a GPU."""
     page_tokens: Annotated[Positive, needs(lambda size: size.bit_count() == 1, "a power of two such as 16")] = 16

@@ -150,7 +150,7 @@ def build_worker(
     if len(peers) > 1:
         me.states.CopyFrom(peers[1])
     kv = KVCacheManager(
-        build_cache(engine), config.page_tokens, engine.weights, int(engine.has_head), build_states(engine),
+        build_cache(engine), config.page_tokens, engine.weights, engine.num_after, build_states(engine),
         max_offer_pages=max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1),
     )  # fmt: skip
     scheduler = Scheduler(kv, config.max_running, config.lease_s, build_adapters(engine))

@@ -13,6 +13,7 @@ from engine.batch import ForwardRow
 from engine.masks import allowed_words
 from engine.runner import Runner
 from engine.sampling.sample import NOT_A_NUMBER
+from wire.sampling import MAX_DRAFT_TOKENS
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
 
@@ -43,6 +44,7 @@ class Draft:
 class Drafter:
     """Drafts what follows sequences; does not modify them."""
 
+    most_drafts = MAX_DRAFT_TOKENS  # of a sequence in a step
     reads_prompts = False  # it computes in steps without drafts, too: with no step in flight, since it measures itself
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
@@ -180,10 +182,14 @@ class ModelDrafter(Drafter):
 
 
 class HeadDrafter(ModelDrafter):
-    """A draft head (EAGLE-3, MTP), which has followed each step of the model: it lacks nothing, and its first draft
-    needs no forward."""
+    """A draft head (EAGLE-3, Medusa, MTP), which has followed each step of the model: it lacks nothing, and its first
+    draft needs no forward."""
 
     reads_prompts = False
+
+    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
+        super().__init__(runner, meter, chunk_tokens)
+        self.most_drafts = runner.most_drafts
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         drafts = iter(self._run_ahead([one for one in wanted if one.count]))

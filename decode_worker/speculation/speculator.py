@@ -108,15 +108,14 @@ class Speculator(Drafts):
         sequence = step.sequence
         drafter = self._drafters.get(sequence.params.drafter)
         num_behind = None if drafter is None else drafter.num_behind(sequence, step.begin)
-        if num_behind is None:
-            num_behind, most = 0, 0
+        most = 0 if drafter is None or num_behind is None else min(most, drafter.most_drafts)
         num_steps = sequence.num_steps + sequence.num_coming - 1  # before this one: the same when they are collected
         num_left = max(sequence.most_tokens - len(sequence.tokens), 1)  # steps to come, which all gain by catching up
         return Candidate(
             self._acceptance.get(sequence, Acceptance()).rate,
             min(most_drafts(sequence), most),
             sequence.params.drafter == "ngram",
-            -(-num_behind // num_left),
+            -(-(num_behind or 0) // num_left),
             probe_length(num_steps) if sequence.params.probes else 0,
         )
 

@@ -281,7 +281,7 @@ class DecodeGraph:
             lambda: self._read_tokens().view(self.shape), tokens.view(self.shape), self._num_drafts
         )  # fmt: skip
         rows.flat_tokens.index_copy_(0, self._answer_places, tokens.clamp(min=0).to(torch.int32))
-        self._follower.run(self._batch, lasts, self._row_ids)
+        self._follower.run(self._batch, self.hidden, lasts, self._row_ids)
 
 
 def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArray[Any]]:

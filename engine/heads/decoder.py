@@ -1,4 +1,4 @@
-"""A draft head: one layer that goes on from a model's hidden rows, with the model's embedding and perhaps its lm_head.
+"""What drafts from a model's hidden rows. Here: one layer, with the model's embedding and perhaps its lm_head.
 
     position i:   [ hidden row of the model at i | token at i + 1 ] |-> the token at i + 2
 
@@ -18,6 +18,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer, Flow
 from engine.ops.base import Ops
 from engine.ranks import Ranks
+from wire.sampling import MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,48 @@ class HeadInputs:
     tap_norms: Sequence[Tensor]  # [H] of each tap, or none
 
 
-class HeadDecoder(Decoder):
-    """Steps need `Batch.hidden`. The rows that they return are those that the next position goes on from."""
+class DraftDecoder(Decoder):
+    """Steps need `Batch.hidden`, and return the rows that the next draft goes on from."""
+
+    most_drafts = MAX_DRAFT_TOKENS
+    reads: tuple[int, ...] = ()  # layers of the model, see `Decoder.tap`; none: the rows that its logits are of
+    _target_ids: Tensor | None = (
+        None  # [draft vocabulary] int64, the model's ids of its tokens; None: they are the same
+    )
+
+    def go_to(self, depth: int) -> None:
+        """The next logits are of a draft after so many others."""
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._widen(super().logits(self._before_head(hidden)))
+
+    @torch.inference_mode()
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        return self._widen(super().own_logits(self._before_head(hidden)))
+
+    def _before_head(self, hidden: Tensor) -> Tensor:
+        """[S, H] rows |-> what the product to logits takes."""
+        raise NotImplementedError
+
+    def _widen(self, logits: Tensor) -> Tensor:
+        """[n, draft vocabulary] |-> [n, V]"""
+        if self._target_ids is None:
+            return logits
+        wide = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return wide.index_copy_(1, self._target_ids, logits)
+
+
+class HeadDecoder(DraftDecoder):
+    """A layer with KV of its own, which follows each of the model's steps."""
 
     def __init__(
         self, config: ModelConfig, head: DraftHead, embedding: Embedding, layer: DecoderLayer, final_norm: Tensor,
         lm_head: Linear, ops: Ops, ranks: Ranks, inputs: HeadInputs, target_ids: Tensor | None,
     ) -> None:  # fmt: skip
-        """target_ids: [draft vocabulary] int64, the model's ids of the head's tokens; None: they are the same."""
+        """target_ids: see `_target_ids`."""
         super().__init__(config, embedding, [layer], final_norm, lm_head, ops, ranks)
-        self.head = head
+        self.head, self.reads = head, head.taps
         self._inputs = inputs
         self._target_ids = target_ids
 
@@ -79,20 +112,5 @@ class HeadDecoder(Decoder):
     def _leave(self, flow: Flow) -> Tensor:
         return flow.normed if self.head.norm_output else flow.sums.to(self.dtype)
 
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._widen(super().logits(self._norm_last(hidden)))
-
-    @torch.inference_mode()
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        return self._widen(super().own_logits(self._norm_last(hidden)))
-
-    def _norm_last(self, hidden: Tensor) -> Tensor:
+    def _before_head(self, hidden: Tensor) -> Tensor:
         return hidden if self.head.norm_output else self._norm(hidden, self._final_norm)
-
-    def _widen(self, logits: Tensor) -> Tensor:
-        """[n, draft vocabulary] |-> [n, V]"""
-        if self._target_ids is None:
-            return logits
-        wide = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
-        return wide.index_copy_(1, self._target_ids, logits)

@@ -1,4 +1,4 @@
-"""A draft head behind its model's steps: it takes the hidden rows of each step, and the tokens that follow them."""
+"""What drafts, behind its model's steps: it takes the hidden rows of each step, and the tokens that follow them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Prepared
-from engine.heads.decoder import HeadDecoder
+from engine.heads.decoder import DraftDecoder, HeadDecoder
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.out_of_memory import is_out_of_memory
@@ -30,47 +30,29 @@ class DraftSpec(NamedTuple):
     outputs: Ints  # [J, K] what the model chose in their place, among the S outputs
 
 
-class HeadFollower(Follower):
-    """Owns nothing but `known`: [rows + 1, H] what the head gives after the last token of each row."""
+class RowFollower(Follower):
+    """Owns nothing but `known`: [rows + 1, H] what drafts go on from after the last token of each row. This one keeps
+    the model's own hidden rows of those tokens."""
 
-    def __init__(
-        self, model: HeadDecoder, target: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch,
-        known: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """target: the model. pages: the head's part of a pool. known: of another follower over the same rows."""
+    def __init__(self, model: DraftDecoder, target: Decoder, rows: InputBatch, known: Tensor | None = None) -> None:
+        """target: the model. known: of another follower over the same rows."""
         sizes = rows.num_rows + 1, model.config.hidden_size
         self.known = torch.zeros(sizes, dtype=model.dtype, device=rows.device) if known is None else known
-        self._model, self._target, self._attention, self._pages, self._rows = model, target, attention, pages, rows
-
-    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "HeadFollower":
-        attention = self._attention.for_graph(num_sequences, num_tokens, num_pages)
-        return HeadFollower(self._model, self._target, attention, self._pages, self._rows, self.known)
+        self._target, self._rows = target, rows
 
     def add_taps(self, batch: Batch) -> Batch:
-        return replace(batch, taps=self._target.new_taps(len(batch.places)))
+        return replace(batch, taps=self._target.new_taps(len(batch.places))) if self._target.taps else batch
 
-    def plan(self, batch: Batch) -> None:
-        self._attention.plan(self._pages, replace(batch, embedded=None))
-
-    def follow(self, batch: Batch, step: Prepared, tokens: Tensor) -> None:
-        """Drafts are worse if the head cannot; ranks would differ then."""
-        try:
-            self._follow(batch, step, tokens)
-        except Exception as error:
-            if self._model.ranks.size > 1 or not is_out_of_memory(error):
-                raise
-            log.warning("the draft head could not follow a step", reason=str(error))
-
-    def _follow(self, batch: Batch, step: Prepared, tokens: Tensor) -> None:
+    def follow(self, batch: Batch, step: Prepared, hidden: Tensor, tokens: Tensor) -> None:
         lasts, device = find_lasts(step.outputs.rows), self._rows.device
         of_rows = step.outputs.rows[lasts]
-        logits_rows, row_ids = upload([step.layout.logits_rows[lasts], of_rows], device)
+        rights, row_ids = upload([lasts, of_rows], device)
         if (drafts := plan_drafts(step)) is not None:
             of_drafts, *others = drafts
             which, num_drafts, inputs, outputs = upload([np.flatnonzero(np.isin(of_rows, of_drafts)), *others], device)
             num_wrong = num_drafts - count_right(batch.token_ids[inputs], tokens[outputs], num_drafts)
-            logits_rows = logits_rows.index_add(0, which, num_wrong, alpha=-1)
-        self.run(batch, logits_rows, row_ids)
+            rights = rights.index_add(0, which, num_wrong, alpha=-1)
+        self.run(batch, hidden, rights, row_ids)
 
     def find_lasts(self, read_tokens: Callable[[], Tensor], chosen: Tensor, num_drafts: Tensor) -> Tensor:
         num_sequences, num_tokens = chosen.shape
@@ -79,8 +61,42 @@ class HeadFollower(Follower):
             return ends
         return ends - (num_drafts - count_right(read_tokens()[:, 1:], chosen[:, :-1], num_drafts))
 
-    def run(self, batch: Batch, logits_rows: Tensor, row_ids: Tensor) -> None:
+    def run(self, batch: Batch, hidden: Tensor, lasts: Tensor, row_ids: Tensor) -> None:
+        if batch.taps is not None:
+            hidden = batch.taps.index_select(0, batch.logits_rows)
+        self.known.index_copy_(0, row_ids, hidden.index_select(0, lasts))
+
+
+class HeadFollower(RowFollower):
+    """Runs a draft head over the positions of each step, and keeps its rows."""
+
+    def __init__(
+        self, model: HeadDecoder, target: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch,
+        known: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """pages: the head's part of a pool."""
+        super().__init__(model, target, rows, known)
+        self._model, self._attention, self._pages = model, attention, pages
+
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "HeadFollower":
+        attention = self._attention.for_graph(num_sequences, num_tokens, num_pages)
+        return HeadFollower(self._model, self._target, attention, self._pages, self._rows, self.known)
+
+    def plan(self, batch: Batch) -> None:
+        self._attention.plan(self._pages, replace(batch, embedded=None))
+
+    def follow(self, batch: Batch, step: Prepared, hidden: Tensor, tokens: Tensor) -> None:
+        """Drafts are worse if the head cannot; ranks would differ then."""
+        try:
+            super().follow(batch, step, hidden, tokens)
+        except Exception as error:
+            if self._model.ranks.size > 1 or not is_out_of_memory(error):
+                raise
+            log.warning("the draft head could not follow a step", reason=str(error))
+
+    def run(self, batch: Batch, hidden: Tensor, lasts: Tensor, row_ids: Tensor) -> None:
         assert batch.taps is not None
+        logits_rows = batch.logits_rows.index_select(0, lasts)
         token_ids = self._rows.flat_tokens.index_select(0, batch.places + 1).long()
         own = replace(
             batch, token_ids=token_ids, hidden=self._model.fuse(batch.taps), taps=None, logits_rows=logits_rows,

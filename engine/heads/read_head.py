@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from engine.fallback.config import FallbackConfig
 from engine.heads.config import DraftHead
+from engine.heads.read_medusa import is_medusa, read_medusa
 from engine.json_values import collection, flag, integer
 from engine.models.config import LayerConfig, ModelConfig
 from engine.models.families import FAMILIES
@@ -53,12 +54,14 @@ def is_draft_head(folder: Path) -> bool:
     config = read_json_object(path := folder / "config.json")
     with named(path):
         is_eagle3 = any("eagle3" in str(name).lower() for name in collection(config, "architectures", list))
-    return "speculators_model_type" in config or is_eagle3
+    return "speculators_model_type" in config or is_eagle3 or is_medusa(folder)
 
 
 def read_head(folder: Path, model: ModelConfig | FallbackConfig, *, is_mtp: bool) -> ModelConfig:
-    """An MTP layer of the model's own folder, or a head's checkpoint. ValueError says what is not supported."""
+    """An MTP layer of the model's own folder, or heads of a checkpoint. ValueError says what is not supported."""
     with named(folder / "config.json"):
+        if not is_mtp and is_medusa(folder):
+            return read_medusa(folder, model)
         return read_mtp(folder, model) if is_mtp else read_eagle3(folder, model)
 
 

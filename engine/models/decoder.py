@@ -83,7 +83,7 @@ class Decoder:
         self._final_norm = final_norm
         self.lm_head = lm_head
         self._token_inputs = token_inputs
-        self._last_writer = max(index for index, layer in enumerate(config.layers) if layer.kv_layer is None)
+        self._last_writer = max((at for at, layer in enumerate(config.layers) if layer.kv_layer is None), default=0)
         self._places = config.find_places()
         self._shapes = [config.shape_of(layer) for layer in config.layers]
         self.ranks = ranks

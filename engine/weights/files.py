@@ -38,7 +38,12 @@ def is_path(name: str) -> bool:
 
 
 def list_shards(folder: Path) -> list[Path]:
-    """The files of a checkpoint's weights, sorted: those named by the index, else the single one, else GGUF files."""
+    """The files of a checkpoint's weights, sorted: those named by the index, else the single one, else GGUF files.
+
+    Of one file in the place of a folder: that one.
+    """
+    if folder.is_file():
+        return [folder]
     index = folder / INDEX_NAME
     if not index.exists():
         if (folder / SINGLE_NAME).exists():

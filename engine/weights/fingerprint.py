@@ -27,10 +27,11 @@ def weight_fingerprint(folder: Path, quantization: str = "none", read_header: Re
 
     The digits are SHA-256 over KV_VERSION, config.json (without UNHASHED_CONFIG_KEYS), the configurations of image
     processors and each tensor's digest by name. Sharding does not matter. Raises like `load_model` for missing or
-    damaged files.
+    damaged files. folder: or a file in it, see `list_shards`.
     """
-    names = ["config.json", *(name for name in IMAGE_CONFIGS if (folder / name).is_file())]
-    configs = [read_json_object(folder / name) for name in names]
+    home = folder.parent if folder.is_file() else folder
+    names = ["config.json", *(name for name in IMAGE_CONFIGS if (home / name).is_file())]
+    configs = [read_json_object(home / name) for name in names]
     kept = [{key: value for key, value in one.items() if key not in UNHASHED_CONFIG_KEYS} for one in configs]
     digests = Digests()
     for path in list_shards(folder):

@@ -48,7 +48,7 @@ from runtime.fork import Fork, Limits
 from runtime.hardware import num_cores
 from tests.support.checkpoints import write_checkpoint
 from tests.support.checkpoints_vision import leave_out_torchvision, write_vlm_checkpoint
-from tests.support.draft_heads import write_eagle3, write_target
+from tests.support.draft_heads import write_eagle3, write_medusa, write_target
 from tests.support.fake_engine_client import FakeEngineClient
 from tests.support.gguf_files import write_gguf_models
 from tests.support.instruction_sets import link_kernels
@@ -156,7 +156,9 @@ def write_bases(folder: Path) -> list[Base]:
     bases.append(Base(folder / "lora", (lambda one: load_adapter(llama, one),)))
     target = write_target(folder / "target")
     write_eagle3(folder / "head", target)
-    bases.append(Base(folder / "head", (lambda one: load_draft_head(folder / "target", one),)))
+    write_medusa(folder / "medusa", target)
+    for name in ("head", "medusa"):
+        bases.append(Base(folder / name, (lambda one: load_draft_head(folder / "target", one),)))
     return bases
 
 

@@ -1,6 +1,6 @@
 """Draft heads in a decode worker's loop: every draft is what plain torch computes, and no answer depends on them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,17 @@ from engine.engine import Engine
 from tests.support import sequence_params
 from tests.support.checkpoints import write_checkpoint
 from tests.support.decoding import LyingDrafter, build_eager_speculator, build_scheduler, decode
-from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp, write_oracle, write_target
+from tests.support.draft_heads import (
+    MEDUSA,
+    Head,
+    draft_truth,
+    write_eagle3,
+    write_medusa,
+    write_medusa_oracle,
+    write_mtp,
+    write_oracle,
+    write_target,
+)
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from wire.sampling import SamplingParams
 from worker import receiving
@@ -67,10 +77,13 @@ class CheckedDrafter(HeadDrafter):
         return drafts
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "qwen3_5_text", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "qwen3_5_text", "deepseek_v3"])
 def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, kind: str) -> None:
     """After prompts in chunks, preemption, and cached pages of prompts that go on with other tokens."""
-    if kind != "eagle3":
+    if kind in MEDUSA:
+        target = write_target(tmp_path / "model")
+        head = write_medusa(tmp_path / "head", target, MEDUSA[kind])
+    elif kind != "eagle3":
         target, head = write_mtp(tmp_path / "model", kind)
     else:
         target = write_target(tmp_path / "model")
@@ -172,14 +185,19 @@ def test_behind_pages_without_a_heads_kv_none_is_said_to_have_it() -> None:
 
 
 @pytest.mark.parametrize("num_pages", [60, 26], ids=["", "preemption"])
-def test_a_head_that_knows_is_always_right(tmp_path: Path, num_pages: int) -> None:
+@pytest.mark.parametrize("write", [write_oracle, write_medusa_oracle])
+def test_a_head_that_knows_is_always_right(
+    tmp_path: Path, write: Callable[[Path], tuple[Any, Head]], num_pages: int
+) -> None:
     """At any temperature: draft and answer are chosen with the same noise."""
-    write_oracle(tmp_path)
+    write(tmp_path)
     engine = build(tmp_path / "model", str(tmp_path / "head"), num_pages)
     requests = [
-        ask(handle, SHARED[handle:], 30, sampling=replace(GREEDY, temperature=handle % 3 / 2, seed=handle))
+        ask(handle, SHARED[handle:], 30, max_draft_tokens=8, sampling=replace(
+            GREEDY, temperature=handle % 3 / 2, frequency_penalty=handle % 2, seed=handle,
+        ))
         for handle in range(1, 9)
-    ]
+    ]  # fmt: skip
     assert engine.draft_runner is not None
     speculator = build_eager_speculator({"draft": HeadDrafter(engine.draft_runner, CostMeter(), 64)})
     answers = decode(engine, requests, speculator, chunk_tokens=PAGE_TOKENS, is_checked=True)
@@ -188,9 +206,10 @@ def test_a_head_that_knows_is_always_right(tmp_path: Path, num_pages: int) -> No
     assert answers.num_accepted == answers.num_drafted > 100
 
 
-def test_a_random_head_changes_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [write_eagle3, write_medusa])
+def test_a_random_head_changes_no_token(tmp_path: Path, write: Callable[[Path, Any], Head]) -> None:
     target = write_target(tmp_path / "model")
-    head = write_eagle3(tmp_path / "head", target)
+    head = write(tmp_path / "head", target)
     engine = build(tmp_path / "model", head.draft_model, 60)
     samplings = [
         GREEDY, SamplingParams(seed=1), SamplingParams(temperature=1.7, top_k=20, seed=2),
@@ -211,6 +230,23 @@ def test_a_random_head_changes_no_token(tmp_path: Path) -> None:
     assert {handle: end.finish_reason for handle, end in drafted.ends.items()} == {
         handle: end.finish_reason for handle, end in plain.ends.items()
     }
+
+
+def test_medusa_heads_have_no_kv_and_draft_no_more_than_they_are(tmp_path: Path) -> None:
+    """Pages and their keys are those of a worker without them."""
+    target = write_target(tmp_path / "model")
+    head = write_medusa(tmp_path / "head", target, num_heads=2)
+    plain, engine = build(tmp_path / "model", "", 40), build(tmp_path / "model", head.draft_model, 40)
+    assert engine.pool.page_bytes == plain.pool.page_bytes and not engine.num_after and engine.has_head
+    assert engine.draft_runner is not None
+    speculator = build_eager_speculator({"draft": HeadDrafter(engine.draft_runner, CostMeter(), 64)})
+    planned = list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator, "note_drafts", lambda step, right: planned.append(step.num_drafts))
+        requests = [ask(1, [*SHARED, 5], 30, max_draft_tokens=8), ask(2, [*SHARED, 90], 30, max_draft_tokens=8)]
+        answers = decode(engine, requests, speculator, at_once=1)
+    assert max(planned) == 2
+    assert [end.timing.cached_tokens for end in answers.ends.values() if end.timing] == [0, len(SHARED)]
 
 
 @pytest.mark.parametrize(

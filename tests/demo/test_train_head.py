@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -14,12 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from demo import head_text, train_head
+from demo import head_text, medusa_heads, train_head
 from demo.draft_head import DraftHead
 from demo.head_text import Text, first_prompts, read_text, write_text
+from demo.medusa_heads import MedusaHeads, new_medusa
 from demo.paths import TARGET_DIR
 from demo.train_head import count_tokens, evaluate, make_batches, new_head, train
+from engine.batch import ForwardRow
+from engine.compose import build_engine
 from tests.support.threads import one_thread
+from wire.sampling import SamplingParams
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -97,6 +102,43 @@ def test_training_lowers_the_loss_and_saves_a_checkpoint_of_the_public_format(
         "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 3], "use_aux_hidden_state": True},
     }  # fmt: skip
+
+
+def test_medusa_heads_learn_and_are_saved_as_the_engine_reads_them(
+    target: LlamaForCausalLM, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_head, "time", SimpleNamespace(monotonic=itertools.count().__next__))  # a batch a second
+    monkeypatch.setattr(train_head, "BATCH_TOKENS", 128)
+    torch.manual_seed(0)
+    count = medusa_heads.NUM_HEADS
+    heads = new_medusa(target, count_tokens(texts, VOCAB).topk(DRAFT_VOCAB).indices.sort().values)
+    batches = make_batches(texts)
+    before = evaluate(heads, target, batches, (4,))
+    losses = train(heads, target, batches, batches, 150, tmp_path / "heads", 1, Console(quiet=True))
+    after = evaluate(heads, target, batches, (4,))
+    assert sum(losses[-10:]) < 0.85 * sum(losses[:10])
+    assert after.right[0] > before.right[0] + 0.1 and after.right[count - 1] > 0 == after.right[count]
+
+    target.save_pretrained(tmp_path / "model")
+    engine = build_engine(
+        str(tmp_path / "model"), str(tmp_path / "heads"), "float32", "cpu", 1, 16, 1, lambda *_: (8, 0),
+        lambda *_: None, 64,
+    )  # fmt: skip
+    drafter = engine.draft_runner
+    assert drafter is not None and drafter.most_drafts == count
+    again = MedusaHeads.load(target.config, tmp_path / "heads")
+    tokens = texts[0].tokens[:12]
+    engine.rows.open(0, np.array(tokens, np.int32), SamplingParams(temperature=0.0), len(tokens))
+    engine.rows.write_pages(0, 0, [0, 1])
+    tokens += engine.runner.launch([ForwardRow(0, 0, 12, 1)]).collect().tokens
+    with torch.no_grad():
+        states = target.model(torch.tensor([tokens[:-1]])).last_hidden_state
+        expected = [int(again.guess(one)[0, -1]) for one in again.unroll(target.model.embed_tokens, states, states, 9)]
+    guesses = [
+        drafter.launch([ForwardRow(0, 12 + depth, 1, 1, num_drafted=depth)]).collect().tokens[0]
+        for depth in range(count)
+    ]
+    assert guesses == expected
 
 
 def forward_plainly(head: DraftHead, embedded: Tensor, hidden: Tensor) -> Tensor:

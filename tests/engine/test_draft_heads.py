@@ -9,17 +9,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli.doctor_probe import examine_model
 from engine.batch import ForwardRow, take_turns
 from engine.catalogue import load_config
 from engine.compose import build_engine
 from engine.engine import Engine
 from engine.heads.read_head import read_head
+from engine.heads.read_medusa import WEIGHTS
 from engine.heads.runner import HeadRunner
 from engine.models.table import shard_config
 from engine.weights.table import Shard
-from tests.support.draft_heads import DRAFT_VOCAB, Head, draft_truth, write_eagle3, write_mtp, write_target
+from runtime.config import ServeConfig
+from runtime.settings import ConfigError
+from tests.support.draft_heads import (
+    DRAFT_VOCAB,
+    MEDUSA,
+    Head,
+    draft_truth,
+    write_eagle3,
+    write_medusa,
+    write_mtp,
+    write_target,
+)
+from tests.support.random_models import write_tokenizer
 from tests.support.tiny_models import VOCAB
+from wire.names import Quantization
 from wire.sampling import SamplingParams
+from worker.startup.device_limits import read_headers
+from worker.startup.models import check_models
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOP, DEPTH = 10, 3
@@ -31,6 +48,7 @@ FLAGS = {
     "exaone4": {}, "qwen3_next": {},  # models that run by transformers' code
 }  # fmt: skip
 
+BESIDE_STATES = " beside recurrent state"  # in a model that runs by transformers' code
 MTP = ("glm4_moe", "glm4_moe_lite", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")
 
 
@@ -44,7 +62,10 @@ def write_head(folder: Path, kind: str) -> tuple[Any, Head]:
     if kind in MTP:
         return write_mtp(folder / "model", kind)
     shapes = {"exaone4": {"num_hidden_layers": 2}, "qwen3_next": {"num_hidden_layers": 3}}
-    target = write_target(folder / "model", kind if kind in shapes else "llama", **shapes.get(kind, {}))
+    family = "qwen3_next" if kind.endswith(BESIDE_STATES) else kind if kind in shapes else "llama"
+    target = write_target(folder / "model", family, **shapes.get(family, {}))
+    if kind.startswith("medusa"):
+        return target, write_medusa(folder / "head", target, MEDUSA[kind.removesuffix(BESIDE_STATES)])
     head = write_eagle3(
         folder / "head", target, FLAGS[kind], is_speculators=kind == "speculators", has_all_words=kind == "all words"
     )
@@ -123,7 +144,7 @@ class Rows:
         return num_right
 
 
-@pytest.mark.parametrize("kind", [*FLAGS, *MTP])
+@pytest.mark.parametrize("kind", [*FLAGS, *MTP, *MEDUSA, "medusa" + BESIDE_STATES])
 def test_a_head_drafts_what_plain_torch_computes(tmp_path: Path, kind: str) -> None:
     target, head = write_head(tmp_path, kind)
     engine = build(tmp_path / "model", head.draft_model)
@@ -158,3 +179,105 @@ def test_heads_whose_words_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=rf"lm_head\.weight is missing, for draft_vocab_size {DRAFT_VOCAB}"):
         build(tmp_path / "model", head.draft_model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "expected"),
+    [
+        ("medusa", {"medusa_num_heads": 0}, "medusa_num_heads must be an integer from 1"),
+        ("medusa", {"medusa_num_heads": 10**9}, "medusa_num_heads is 1000000000, expected at most 16"),
+        ("medusa", {"medusa_num_layers": 99}, "medusa_num_layers is 99, expected at most 16"),
+        ("medusa", {"medusa_num_layers": None}, "medusa_num_layers must be an integer"),
+        ("medusa", {"medusa_num_heads": 2}, r"unexpected: blocks\.2\.0\.weight"),
+        ("medusa", {"medusa_num_heads": 4}, r"missing: blocks\.3\.0\.weight"),
+        ("medusa of vllm", {"hidden_size": 32}, "hidden_size is 32, the model's 64"),
+        ("medusa of vllm", {"vocab_size": 7}, f"vocab_size is 7, the model's {VOCAB}"),
+        ("medusa of vllm", {"num_hidden_layers": True}, "num_hidden_layers must be an integer"),
+        ("medusa of vllm", {"original_lm_head": "yes"}, "original_lm_head must be true or false"),
+        ("medusa of vllm", {"logit_scale": 0}, "logit_scale must be a number above 0"),
+        ("medusa of vllm", {"truncated_vocab_size": 5}, r"mis-shaped: lm_heads\.0\.weight"),
+        ("medusa of vllm", {"truncated_vocab_size": 10**6}, "truncated_vocab_size is 1000000, more than the model's"),
+        ("medusa of vllm, words", {"truncated_vocab_size": None}, r"mis-shaped: lm_heads\.0\.weight"),
+        ("medusa of the model's lm_head", {"model_type": "medusa", "truncated_vocab_size": 9}, "lm_heads are missing"),
+    ],
+)
+def test_medusa_configs_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, layout: str, changes: dict[str, Any], expected: str
+) -> None:
+    head = write_medusa(tmp_path / "head", write_target(tmp_path / "model"), MEDUSA[layout])
+    path = Path(head.draft_model) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=expected):
+        build(tmp_path / "model", head.draft_model)
+
+
+def test_a_token_map_is_of_the_models_tokens(tmp_path: Path) -> None:
+    head = write_medusa(tmp_path / "head", write_target(tmp_path / "model"), MEDUSA["medusa of vllm, words"])
+    path = Path(head.draft_model) / "model.safetensors"
+    tensors = load_file(path)
+    for words in (tensors["token_map"] + VOCAB, tensors["token_map"][1:]):
+        save_file(tensors | {"token_map": words.contiguous()}, path)
+        with pytest.raises(ValueError, match=f"token_map does not give {DRAFT_VOCAB} of the model's {VOCAB} tokens"):
+            build(tmp_path / "model", head.draft_model)
+
+
+def test_pickled_medusa_heads_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    write_target(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", VOCAB)
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    (folder / "medusa_lm_head.pt").write_bytes(b"x")
+    expected = r"medusa_lm_head\.pt is a pickle, which is not read: save it as safetensors where it was trained"
+    with pytest.raises(ValueError, match=expected):
+        build(tmp_path / "model", str(folder))
+    with pytest.raises(ConfigError, match=expected):
+        check_models(str(tmp_path / "model"), str(folder))
+    (folder / "medusa_lm_head.pt").unlink()
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.safetensors is not there: save it as safetensors"):
+        build(tmp_path / "model", str(folder))
+
+
+def test_a_model_that_was_trained_with_its_heads_has_them_in_its_folder(tmp_path: Path) -> None:
+    """Medusa-2."""
+    folder = tmp_path / "model"
+    head = write_medusa(tmp_path / "head", write_target(folder))
+    (Path(head.draft_model) / WEIGHTS).rename(folder / WEIGHTS)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 3, "medusa_num_layers": 1}))
+    engine = build(folder, str(folder))
+    assert engine.draft_runner is not None and engine.draft_runner.most_drafts == 3
+    assert engine.weights != engine.draft_weights
+    headers = read_headers(folder, folder, "auto", "auto", "none")
+    assert headers.file_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_medusa_heads_have_their_models_format(tmp_path: Path, quantization: Quantization) -> None:
+    """With packed weights: nearly what plain torch computes."""
+    target = write_target(tmp_path / "model")
+    head = write_medusa(tmp_path / "head", target)
+    engine = build_engine(
+        str(tmp_path / "model"), head.draft_model, "bfloat16", "cpu", 1, 16, 4, lambda *_: (40, 8), lambda *_: None, 96,
+        quantization,
+    )  # fmt: skip
+    rows = Rows(engine)
+    rows.prefill()
+    rows.draft()
+    for row, own in enumerate(rows.tokens):
+        told = rows.told[0][row]
+        assert told is not None
+        truth = draft_truth(target, head, own, [])[0]
+        assert list(told.top_logprobs) == pytest.approx(truth[list(told.top_ids)].tolist(), abs=0.5)
+
+
+def test_doctor_knows_that_medusa_heads_take_no_pages(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", VOCAB)
+    plain, medusa = (
+        examine_model(
+            ServeConfig(model=(str(tmp_path / "model"),), draft_model=draft, device="cpu"), str(tmp_path / "model")
+        )
+        for draft in ("none", write_medusa(tmp_path / "head", target).draft_model)
+    )
+    assert medusa.parts == plain.parts and medusa.weight_bytes > plain.weight_bytes

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.support.draft_heads import write_mtp, write_oracle
+from tests.support.draft_heads import write_medusa_oracle, write_mtp, write_oracle
 from tests.support.live import Live, serve_calmly
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.random_models import write_tokenizer
@@ -20,7 +20,7 @@ NUM_TOKENS = 40
 RANKS = ("--prefill-tp=2", "--decode-tp=1")  # the head's KV is put together from two ranks
 
 
-KINDS = ["eagle3", "mtp"] if os.environ.get("TEST_FAMILIES") else ["eagle3"]
+KINDS = ["eagle3", "medusa", *(["mtp"] if os.environ.get("TEST_FAMILIES") else [])]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -30,6 +30,9 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "eagle3":
         write_oracle(folder)
         flags: tuple[str, ...] = (f"--draft-model={folder / 'head'}", *RANKS)
+    elif request.param == "medusa":
+        write_medusa_oracle(folder)
+        flags = (f"--draft-model={folder / 'head'}", "--prefill-tp=1", "--decode-tp=2")
     else:
         write_mtp(folder / "model", "glm4_moe")
         flags = ("--draft-model=mtp",)

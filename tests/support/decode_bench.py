@@ -37,7 +37,8 @@ def capture(engine: FullEngine) -> FullEngine:
     """Its steps run as doubles of graphs, which run the captured code again."""
     for one in (engine.runner, engine.draft_runner):
         assert one is not None
-        capture_graphs(one, choose_shapes(NUM_ROWS, 6, 256), lambda compute: compute, padding_page=NUM_PAGES)
+        if one.model.is_capturable:
+            capture_graphs(one, choose_shapes(NUM_ROWS, 6, 256), lambda compute: compute, padding_page=NUM_PAGES)
     return engine
 
 

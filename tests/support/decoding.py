@@ -156,7 +156,7 @@ def build_scheduler(engine: Engine, num_pages: int = 0) -> Scheduler:
     cache = PrefixCache(num_pages or engine.num_pages, engine.pool.generations)
     max_running = engine.rows.num_rows // num_rows_for(1)
     kv = KVCacheManager(
-        cache, engine.pool.shape.page_tokens, num_after=int(engine.has_head), states=build_states(engine)
+        cache, engine.pool.shape.page_tokens, num_after=engine.num_after, states=build_states(engine)
     )  # fmt: skip
     return Scheduler(kv, max_running, LEASE_S)
 

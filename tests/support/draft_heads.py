@@ -134,6 +134,108 @@ def write_eagle3(
     return Head(str(folder), run, fuse)
 
 
+class Medusa(NamedTuple):
+    """How a folder of Medusa heads is laid out."""
+
+    is_vllm: bool = False  # else as Medusa and TGI have it
+    num_layers: int = 1  # residual blocks of a head
+    lm_heads: str = "own"  # "own" of each head, "model": the model's, "first": that of the first head for all
+    has_biases: bool = True
+    num_words: int = 0  # of the heads, named by token_map; 0: the model's
+
+
+TGI = Medusa()
+MEDUSA = {
+    "medusa": TGI, "medusa 2 layers": Medusa(num_layers=2), "medusa of the model's lm_head": Medusa(lm_heads="model"),
+    "medusa of vllm": Medusa(is_vllm=True, has_biases=False),
+    "medusa of vllm, words": Medusa(is_vllm=True, num_layers=2, num_words=DRAFT_VOCAB),
+    "medusa of vllm, one lm_head": Medusa(is_vllm=True, lm_heads="first"),
+}  # fmt: skip
+
+
+def write_medusa(
+    folder: Path, target: Any, layout: Medusa = TGI, *, num_heads: int = 3, is_identity: bool = False,
+    given: Sequence[Tensor] = (),
+) -> Head:  # fmt: skip
+    """Random heads; is_identity: their blocks add nothing. given: their products, if they are not random."""
+    dice, weights = torch.Generator().manual_seed(0), dict[str, Tensor]()
+    vocab, hidden = target.config.vocab_size, target.config.hidden_size
+    words = torch.randperm(vocab, generator=dice)[: layout.num_words or vocab].sort().values
+
+    def draw(*sizes: int, scale: float) -> Tensor:
+        return scale * torch.randn(*sizes, generator=dice)
+
+    blocks, heads = list[list[tuple[Tensor, Tensor]]](), list[Tensor]()
+    for number in range(num_heads):
+        scale = 0.0 if is_identity else 0.2
+        own = [
+            (draw(hidden, hidden, scale=scale), draw(hidden, scale=scale if layout.has_biases else 0.0))
+            for _ in range(layout.num_layers)
+        ]
+        blocks.append(own)
+        heads.append(
+            target.lm_head.weight.detach() if layout.lm_heads == "model" else draw(len(words), hidden, scale=0.2)
+        )
+        for at, (weight, bias) in enumerate(own):
+            name = f"blocks.{number}.layers.{at}" if layout.is_vllm else f"{number}.{at}.linear"
+            weights |= {f"{name}.weight": weight} | ({f"{name}.bias": bias} if layout.has_biases else {})
+        if given:
+            heads[-1] = given[number]
+        if layout.lm_heads != "model":
+            name = f"lm_heads.{number}" if layout.is_vllm else f"{number}.{layout.num_layers}"
+            weights[f"{name}.weight"] = heads[-1]
+    if layout.lm_heads == "first":
+        heads = heads[:1] * num_heads
+    config: dict[str, Any] = {"medusa_num_heads": num_heads, "medusa_num_layers": layout.num_layers}
+    if layout.is_vllm:
+        config = {
+            "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": hidden, "vocab_size": vocab,
+            "num_heads": num_heads, "num_hidden_layers": layout.num_layers, "medusa_fc_bias": layout.has_biases,
+            "truncated_vocab_size": layout.num_words or None, "original_lm_head": layout.lm_heads == "first",
+        }  # fmt: skip
+    if layout.num_words:
+        weights["token_map"] = words
+    folder.mkdir()
+    file = "model.safetensors" if layout.is_vllm else "medusa_lm_head.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / file)
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def run(tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The last column of rows says which head comes next; logits: of the last row."""
+        number, row = int(rows[-1, -1]), rows[-1:, :-1]
+        for weight, bias in blocks[number]:
+            row = row + functional.silu(row @ weight.T + bias)
+        logits = torch.full((1, vocab), -torch.inf)
+        logits[:, words] = row @ heads[number].T
+        return torch.cat((rows[:, :-1], rows[:, -1:] + 1), 1), logits
+
+    return Head(str(folder), run, lambda states: torch.cat((states[-1], torch.zeros(len(states[-1]), 1)), 1))
+
+
+def write_guessing_medusa(folder: Path, target: Any) -> Head:
+    """Heads for the model of `write_oracle` that are sometimes right: with few signs, tokens are alike."""
+    rows = target.get_input_embeddings().weight.detach()
+    follows = (functional.rms_norm(rows, rows.shape[-1:]) @ target.lm_head.weight.T).argmax(-1)
+    found, after = list[Tensor](), follows
+    for _ in range(3):
+        after = follows[after]
+        found.append(torch.zeros_like(rows).index_add_(0, after, rows))
+    return write_medusa(folder, target, num_heads=3, is_identity=True, given=found)
+
+
+def write_medusa_oracle(folder: Path) -> tuple[Any, Head]:
+    """A model whose logits are the same everywhere, and heads that are its own lm_head: right at any temperature."""
+    target = write_target(folder / "model", num_hidden_layers=2, tie_word_embeddings=False)
+    with torch.no_grad():
+        rows = target.get_input_embeddings().weight
+        rows.copy_(rows[:1].expand_as(rows))
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    target.save_pretrained(folder / "model")
+    return target, write_medusa(folder / "head", target, Medusa(lm_heads="model"), is_identity=True)
+
+
 def write_oracle(folder: Path, *, vocab: int = VOCAB, noise: float = 0.0, num_layers: int = 2) -> tuple[Any, Head]:
     """A model whose next token depends on the last one alone, and a head that knows how: with noise, sometimes.
 

@@ -41,7 +41,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.combinations import combination
 from tests.support.decode_bench import LATE, NUM_PAGES, build, build_requests, capture, run, speculators
 from tests.support.decoding import Answers, FixedCosts
-from tests.support.draft_heads import write_oracle
+from tests.support.draft_heads import write_guessing_medusa, write_oracle
 from tests.support.forks import ForkedPopen
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
@@ -93,9 +93,10 @@ def late(folders: tuple[Path, Path]) -> FullEngine:
 
 @pytest.fixture(scope="module")
 def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model, and a head that is sometimes right."""
+    """A model, and a head that is sometimes right; beside it Medusa heads."""
     folder = tmp_path_factory.mktemp("head")
-    write_oracle(folder, vocab=DEMO_SIZE, noise=0.05)
+    target, _head = write_oracle(folder, vocab=DEMO_SIZE, noise=0.05)
+    write_guessing_medusa(folder / "medusa", target)
     return folder / "model", folder / "head"
 
 
@@ -144,6 +145,15 @@ def late_head(headed: tuple[Path, Path]) -> FullEngine:
 
 
 @pytest.fixture(scope="module")
+def late_medusa_head(headed: tuple[Path, Path]) -> FullEngine:
+    model, head = headed
+    engine = capture(build(model, head.with_name("medusa"), LATE))
+    assert engine.draft_runner is not None and not engine.draft_runner.forwards.shapes
+    assert engine.runner.forwards.shapes
+    return engine
+
+
+@pytest.fixture(scope="module")
 def expected(alone: FullEngine) -> Answers:
     """Step by step, without drafts, with enough pages."""
     return run(alone, build_requests("off"))
@@ -163,6 +173,7 @@ ABORTS = {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}
         ("late", 1, "off", 26, ABORTS), ("late", 1, "ngram", 26, {}), ("late", 1, "draft", NUM_PAGES, {}),
         combination("late", 1, "draft", 26, ABORTS), ("led", 0, "ngram", 26, {}), ("led", 1, "draft", 26, ABORTS),
         ("late_head", 1, "draft", 26, ABORTS), ("led_head", 1, "draft", NUM_PAGES, {}),
+        ("late_medusa_head", 1, "draft", 26, ABORTS),
     ],
 )  # fmt: skip
 def test_answers_are_those_of_one_process_step_by_step(

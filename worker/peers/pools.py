@@ -149,7 +149,7 @@ def build_pools(
     layout = build_layout(
         weights=engine.weights, dtype=engine.kv_dtype, num_layers=first.num_layers,
         num_kv_heads=pool.parts[0].num_heads, page_tokens=pool.shape.page_tokens, head_dim=first.head_dim,
-        draft_weights=engine.draft_weights, computed=engine.dtype,
+        draft_weights=engine.draft_weights if engine.has_draft_kv else "", computed=engine.dtype,
     )  # fmt: skip
     pools = [build(pool, incarnation, layout, is_states=False)]
     if states is not None:

@@ -6,12 +6,14 @@ from functools import partial
 import torch
 
 from engine.adapters.slots import AdapterLimits
-from engine.compose import FullEngine, build_engine, open_ranks
+from engine.compose import FullEngine, build_engine, open_ranks, resolve_model_folder
 from engine.engine import Place, choose_device
+from engine.heads.read_medusa import is_medusa
 from engine.rank_group import GroupRanks, Store, join_group
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_threads
+from wire.names import MTP
 from worker.startup.device_limits import largest_step_of, size_pool_here
 from worker.startup.limits import limits_of
 from worker.table import num_rows_for
@@ -50,10 +52,18 @@ def build_rank_engine(
     return call_in_thread(partial(_build_here, config, place, on_progress))
 
 
+def _find_draft(config: PrefillConfig | DecodeConfig) -> str:
+    """Empty for none, and where prompts alone are computed for heads without KV: there is nothing to hand over."""
+    if config.draft_model == NO_DRAFT:
+        return ""
+    is_prefill = isinstance(config, PrefillConfig) and config.draft_model != MTP
+    return "" if is_prefill and is_medusa(resolve_model_folder(config.draft_model)) else config.draft_model
+
+
 def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress: Callable[..., None]) -> FullEngine:
     engine = build_engine(
         config.model,
-        "" if config.draft_model == NO_DRAFT else config.draft_model,
+        _find_draft(config),
         config.dtype,
         config.device,
         max(1, resolve_threads(config.threads, num_cores()) // config.ranks_here),

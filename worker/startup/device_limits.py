@@ -13,6 +13,7 @@ from engine.cuda.largest_step import LargestStep
 from engine.cuda.sizes import most_logits
 from engine.engine import resolve_kv_dtype
 from engine.fallback.config import FallbackConfig
+from engine.heads.read_medusa import find_weights
 from engine.models.config import ModelConfig
 from engine.models.load import choose_dtype
 from engine.weights.files import list_shards
@@ -54,7 +55,8 @@ def read_headers(
     folder: Path, draft: Path | None, dtype: str, kv_dtype: KvDType, quantization: Quantization
 ) -> CheckpointHeaders:
     """Raises ValueError or OSError like `build_engine`."""
-    file_bytes = sum(path.stat().st_size for one in (folder, draft) if one for path in list_shards(one))
+    folders = [folder, *([find_weights(draft)] if draft else [])]
+    file_bytes = sum(path.stat().st_size for one in folders for path in list_shards(one))
     model, checkpoint = open_any_model(folder)
     embedding = f"{model.prefix}embed_tokens.weight" if isinstance(model, ModelConfig) else ""
     chosen = choose_dtype(checkpoint, dtype, embedding)
