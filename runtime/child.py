@@ -232,6 +232,7 @@ class StandingChild(Generic[AnswerT]):
         starting = self._starting
         if starting is None or (starting.done() and not (self.child is not None and self.child.is_answering)):
             starting = self._starting = asyncio.create_task(self._replace())
+            starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits
         return await asyncio.shield(starting)
 
     async def _replace(self) -> AnswerT:
