@@ -59,6 +59,8 @@ from engine.models.load import DecoderT, OpenFormat, Parts, Source
 from engine.models.table import shard_config
 from engine.new_weights import HostFormat, find_copies, take_copies
 from engine.ops.base import Ops
+from engine.pooling.forwards import PooledForwards
+from engine.pooling.load import build_forwards, load_encoder, probe_encoder
 from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
@@ -74,6 +76,7 @@ from engine.weights.table import Shard
 from wire.files import check_folder
 from wire.kv_layout import KvPart, PagePart
 from wire.names import MTP
+from wire.pooling import read_pooling
 
 DEVICES: Mapping[str, type[Device]] = {"cpu": CpuDevice, "cuda": CudaDevice}  # torch's name |-> kind; others: Device
 
@@ -149,7 +152,9 @@ def pad_parts(parts: Sequence[KvPart], device: torch.device) -> tuple[KvPart, ..
 
 def load_any_config(folder: Path) -> ModelConfig | FallbackConfig:
     """`load_config` for any model. Without native code: by transformers on the meta device, in seconds."""
-    return load_config(folder) if has_native_code(folder) else probe_foreign(folder)
+    if has_native_code(folder):
+        return load_config(folder)
+    return probe_encoder(folder) if read_pooling(folder) else probe_foreign(folder)
 
 
 def open_any_model(folder: Path) -> tuple[ModelConfig | FallbackConfig, Checkpoint]:
@@ -177,7 +182,11 @@ def load_model(
     if not has_native_code(folder):
         if adapter_limits.num_slots:
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
-        return open_foreign(folder, dtype, opened, on_progress, quantization, ranks)
+        if (pooling := read_pooling(folder)) is None:
+            return open_foreign(folder, dtype, opened, on_progress, quantization, ranks)
+        if ranks.size > 1 or quantization != "none":
+            raise ValueError(f"{folder}: transformers computes this model: set --tp 1 and --quantization none")
+        return load_encoder(folder, pooling, dtype, opened, on_progress)
 
     def add(dtype: torch.dtype) -> Additions:
         if not adapter_limits.num_slots:
@@ -205,6 +214,7 @@ class FullEngine(Engine):
     read_adapter: Callable[[Path], HostAdapter] | None = None  # this rank's part of a PEFT folder, for `adapters`
     vision: VisionTower | None = None  # None: this process encodes no images
     why_blind: str | None = None  # why it does not, though the model has a part for them
+    pooled: PooledForwards | None = None  # what makes vectors of texts; None: the model answers
 
     @property
     def sees_whole_images(self) -> bool:
@@ -217,7 +227,7 @@ class FullEngine(Engine):
         on_captured: OnCaptured = lambda done, total: None,
     ) -> None:  # fmt: skip
         """See `cuda.warm_up`. Does nothing on a CPU."""
-        if self.padding_page is not None:
+        if self.padding_page is not None and self.pooled is None:
             warm_up(self, graph_rows, max_drafts, piece_tokens, on_captured)
 
     def find_weaknesses(self) -> dict[str, str]:
@@ -325,7 +335,8 @@ def assemble_engine(
             reference = reference_attention(config.attention_shapes, page_tokens, open_device(device).pad_head)
             attention[0] = replace(attention[0], backend=WholeImageAttention(attention[0].backend, reference))
     gpu_memory, opened = _gpu_memory(device), open_device(device)
-    if gpu_memory is not None and largest_step is not None:
+    has_steps = isinstance(config, ModelConfig) or read_pooling(model.folder) is None  # that can be run with any tokens
+    if gpu_memory is not None and largest_step is not None and has_steps:
         measured = [*zip(decoders, attention, shapes, strict=True)]
         beside = 0 if vision is None else measure_peak(vision.encode_largest, device)
         gpu_memory = (*gpu_memory[:2], beside + _measure_step(largest_step, measured, rows))
@@ -358,6 +369,8 @@ def assemble_engine(
         read_adapter = partial(reader.read, sites=adapters.sites)
     tensors = [pool.tensor, pool.tensor if pool.draft_tensor is None else pool.draft_tensor]
     runner, draft_runner = _build_runners(place, decoders, attention, tensors, rows)
+    if (pooled := build_forwards(model.folder, decoder)) is not None:
+        runner.forwards = pooled
     return FullEngine(
         folder=model.folder,
         config=config,
@@ -377,6 +390,7 @@ def assemble_engine(
         adapters=adapters,
         read_adapter=read_adapter,
         vision=vision,
+        pooled=pooled,
     )
 
 
