@@ -59,7 +59,6 @@ from engine.models.load import DecoderT, OpenFormat, Parts, Source
 from engine.models.table import shard_config
 from engine.new_weights import HostFormat, find_copies, take_copies
 from engine.ops.base import Ops
-from engine.pooling.forwards import PooledForwards
 from engine.pooling.load import build_forwards, load_encoder, probe_encoder
 from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
@@ -214,7 +213,6 @@ class FullEngine(Engine):
     read_adapter: Callable[[Path], HostAdapter] | None = None  # this rank's part of a PEFT folder, for `adapters`
     vision: VisionTower | None = None  # None: this process encodes no images
     why_blind: str | None = None  # why it does not, though the model has a part for them
-    pooled: PooledForwards | None = None  # what makes vectors of texts; None: the model answers
 
     @property
     def sees_whole_images(self) -> bool:
@@ -287,6 +285,8 @@ def build_engine(
         loaded = _load(folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits)
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = None
+        if draft_model and read_pooling(folder):
+            raise ValueError(f"{folder} makes vectors of texts, without drafts: set --draft-model none")
         if draft_model:
             draft = _load_draft(draft_model, folder, loaded.decoder, context_tokens, quantization, ranks)
         vision, why_blind = None, None
