@@ -84,7 +84,7 @@ def read_result(update: Update, embedding: Embedding) -> prefill_pb2.EmbedPrompt
     if update.error or not embedding.vector or timing is None:
         return grpc.StatusCode.INTERNAL, update.error or "the step made no vector"
     queue_s = (sequence.started_at or sequence.admitted_at) - sequence.admitted_at
+    prefill_s = timing.prefill_s + timing.first_step_s - queue_s
     return prefill_pb2.EmbedPromptResponse(
-        vector=embedding.vector, queue_seconds=queue_s, prefill_seconds=timing.prefill_s + timing.first_step_s - queue_s,
-        cached_tokens=sequence.num_cached,
-    )  # fmt: skip
+        vector=embedding.vector, queue_seconds=queue_s, prefill_seconds=prefill_s, cached_tokens=sequence.num_cached
+    )

@@ -23,11 +23,11 @@ LEGACY_POOLS = {"lasttoken": "lasttoken", "cls_token": "cls", "mean_tokens": "me
 YES, NO = "yes", "no"  # tokens by which Qwen3-Reranker answers
 RERANKER = "qwen3-reranker"  # in the name of a folder: such a config.json is that of a chat model
 # The prompt that Qwen3-Reranker was trained with.
-RERANK_PROMPT = (
+RERANK_PROMPT = (  # before, middle and after
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
@@ -47,7 +47,7 @@ class Pooling:
         str | int, ...
     ] = ()  # the score is the first token's logit, less the second's; empty: a head gives it
     activation: Activation = "none"  # of logits
-    prompt: str = ""  # for a pair, with {instruction}, {query} and {document}; empty: the tokenizer joins pairs
+    prompt: tuple[str, ...] = ()  # RERANK_PROMPT for a pair; empty: the tokenizer joins pairs
     prompts: Mapping[str, str] = field(default_factory=dict)  # name |-> what is put before a text
     default_prompt: str = ""  # the name of one
 
