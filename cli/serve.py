@@ -147,8 +147,9 @@ def worker(config: Annotated[RolesConfig, Parameter(name="*")] = RolesConfig()) 
     return run(locate(find_hosts(config, os.environ)))
 
 
-def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
+def gateway(config: Annotated[GatewayConfig | None, Parameter(name="*")] = None) -> int:
     """Start the gateway: it answers REST and gRPC and sends prompts to workers."""
+    config = config or GatewayConfig()  # which says that it needs a worker
     follow_parent(config.ready_fd)
     for name in ("sleep_after_s", "max_awake"):
         can_sleep = not getattr(config, name) or config.ready_fd is not None

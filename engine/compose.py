@@ -235,7 +235,9 @@ class FullEngine(Engine):
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if isinstance(self.config, FallbackConfig):
-            found["slow model"] = f"Baton has no code for {self.config.family}: transformers' runs, without CUDA graphs"
+            if self.pooled is None:  # others have no faster code
+                name = self.config.family
+                found["slow model"] = f"Baton has no code for {name}: transformers' runs, without CUDA graphs"
         elif stretched := [rope for rope in self.config.ropes if rope.factors != rope.short_factors]:
             original = stretched[0].original_context
             found["rope's long factors, for short prompts too"] = (

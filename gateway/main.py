@@ -87,6 +87,8 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
         with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
             most = config.max_context_tokens or None
             tokenizers = {name: load_tokenizer(Path(folder), most) for name, folder in folders.items()}
+            if not config.decode and (lacking := [name for name, one in tokenizers.items() if one.pooling is None]):
+                raise ValueError(f"--decode needs a worker's host:port: {', '.join(lacking)} answers prompts")
             uvloop.run(_serve(config, tokenizers, ReadyReporter(config.ready_fd, "gateway"), ops, tracing))
     except (ValueError, OSError, StoreError) as error:
         log.error("cannot start", reason=str(error))

@@ -230,7 +230,7 @@ def activate(logits: Floats, pooling: Pooling) -> Floats:
         powers = np.exp(logits - logits.max())
         found: Floats = powers / powers.sum()
     else:
-        found = 1 / (1 + np.exp(-logits)) if pooling.activation == "sigmoid" else logits
+        found = (1 / (1 + np.exp(-logits)) if pooling.activation == "sigmoid" else logits).astype(np.float32)
     return found
 
 
