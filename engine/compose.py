@@ -158,7 +158,13 @@ def load_any_config(folder: Path) -> ModelConfig | FallbackConfig:
 
 def open_any_model(folder: Path) -> tuple[ModelConfig | FallbackConfig, Checkpoint]:
     """`open_model` for any model. Without native code: by transformers on the meta device, in seconds."""
-    return open_model(folder) if has_native_code(folder) else (load_any_config(folder), SafetensorsCheckpoint(folder))
+    if has_native_code(folder):
+        return open_model(folder)
+    checkpoint = SafetensorsCheckpoint(folder)
+    if read_pooling(folder):  # encoders have tables of positions, which are whole numbers
+        kept = {name: entry for name, entry in checkpoint.entries.items() if entry.dtype in checkpoint.dtypes}
+        checkpoint.entries = kept
+    return load_any_config(folder), checkpoint
 
 
 def load_model(

@@ -32,7 +32,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_pooled(found["decoder"], "qwen3", "Qwen3Model", "lasttoken", normalizes=True, max_position_embeddings=400)
     prompts = {"prompts": {"query": "find: "}}
     (found["decoder"] / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    write_pooled(found["pairs"], "roberta", "RobertaForSequenceClassification", num_labels=1, max_position_embeddings=400)
+    write_pooled(
+        found["pairs"], "roberta", "RobertaForSequenceClassification", num_labels=1, max_position_embeddings=400
+    )
     for name in ("decoder", "pairs"):
         write_tokenizer(found[name], 300)
     return found
