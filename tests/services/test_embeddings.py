@@ -145,7 +145,7 @@ def test_a_worker_is_killed(live: Live, expected: list[Any]) -> None:
 
     def is_over() -> bool:
         state.update(HTTP.get(f"{live.url}/v1/batches/{batch}", timeout=HTTP_S).json())
-        return state["status"] == "completed"
+        return bool(state["status"] == "completed")
 
     wait_until(is_over, explain=lambda: state)
     output = HTTP.get(f"{live.url}/v1/files/{state['output_file_id']}/content", timeout=HTTP_S).text.splitlines()
