@@ -5,35 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from gateway.api.http.body import (
-    CACHE_SALT_FIELD,
-    USER_FIELD,
-    Body,
-    Ids,
-    Many,
-    OrderFields,
-    TextOr,
-    Texts,
-    any_value,
-)
+from gateway.api.http.body import CACHE_SALT_FIELD, USER_FIELD, Body, Many, OrderFields, TextOr, Texts, any_value
+from gateway.api.openai.types import TextsOrIds
 from gateway.embeddings.embed import MAX_TEXTS, EmbedRequest
 from gateway.errors import bad_request
 
-
-def _kind_of_input(value: object) -> str:
-    if not isinstance(value, list):
-        return "~one"
-    first = value[0] if value else None
-    return "~texts" if isinstance(first, str) else "~id_lists" if isinstance(first, list) else "~list"
-
-
-Input = Annotated[
-    Annotated[str, Tag("~one")]
-    | Annotated[Ids, Tag("~list")]
-    | Annotated[Texts, Tag("~texts")]
-    | Annotated[Many[Ids], Tag("~id_lists")],
-    Discriminator(_kind_of_input),
-]
 TRUNCATE_FIELD: Any = Field(
     None,
     description="Cut longer texts to so many tokens; -1: to what the model takes.",
@@ -60,7 +36,7 @@ class _TextBody(OrderFields):
 class _InputBody(_TextBody):
     takes_ids = True
 
-    input: Input = Field(description=f"A text or its token ids, or a list of up to {MAX_TEXTS} such.")
+    input: TextsOrIds = Field(description=f"A text or its token ids, or a list of up to {MAX_TEXTS} such.")
 
     def texts(self) -> dict[str, Any]:
         """Fields of EmbedRequest."""
