@@ -20,6 +20,7 @@ from decode_worker.service import DecodeService
 from decode_worker.step_extras import DraftsAndMasks
 from engine.batch import ForwardRow
 from engine.compose import FullEngine
+from prefill_worker.embedded import EmbeddedTexts
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
@@ -146,8 +147,9 @@ class BothRoles(DecodeRole):
             partial(DecodePart, roles, self._sender),
         )  # fmt: skip
         self._prompts = PrefillPart(
-            roles, worker, config, self.loop.thread, self._features, self._sender, self._peers, metrics
-        )
+            roles, worker, config, self.loop.thread, self._features, self._sender, self._peers, metrics,
+            EmbeddedTexts(None),
+        )  # fmt: skip
 
     def _hear(self, step: int, updates: list[Update]) -> None:
         super()._hear(step, updates)

@@ -67,3 +67,4 @@ class Model:
     is_fallback: bool  # a faster attention exists but cannot be used
     shape: ModelShape
     tools: str  # how it writes calls, and why that is believed
+    embeds: bool = False  # it makes vectors of texts, on prefill workers alone

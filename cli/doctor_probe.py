@@ -31,6 +31,7 @@ from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, find_unknown_limits, find_version, num_cores
 from wire.kv_layout import PagePart
 from wire.names import MTP
+from wire.pooling import read_pooling
 from worker.startup.device_limits import read_headers
 from worker.startup.models import check_models
 
@@ -121,6 +122,7 @@ def examine_model(config: ServeConfig, model_name: str) -> Model:
         attention_reason=attention.reason,
         is_fallback=attention.is_fallback,
         shape=headers.shape,
+        embeds=read_pooling(folders[0]) is not None,
         tools=_examine_tools(config.tool_format, folders[0]),
     )
 

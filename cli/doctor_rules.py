@@ -189,17 +189,23 @@ def judge_service(
     yield Row("tools", "ok", model.tools)
     gpus = machine.visible_gpus[: len(machine.gpus)]
     try:
-        workers = [worker for worker in plan_workers(config, gpus) if worker.settings.model_name == name]
+        planned = plan_workers(config, gpus, embedding=(name,) if model.embeds else ())
+        workers = [worker for worker in planned if worker.settings.model_name == name]
     except ConfigError as error:
         yield split_advice("workers", error)
         return
     num_prefill, why = choose_prefill_workers(config, len(gpus))
-    yield Row("workers", "ok", f"{num_prefill} prefill, {config.decode_workers} decode: {why}")
+    if model.embeds:
+        yield Row("workers", "ok", f"{len(workers)} prefill: it makes vectors of texts, and has no answers")
+    else:
+        yield Row("workers", "ok", f"{num_prefill} prefill, {config.decode_workers} decode: {why}")
     for worker in workers:
         try:
             yield judge_worker(worker, machine, model)
         except ConfigError as error:
             yield split_advice(worker.name, error)
+    if model.embeds:
+        return
     if workers[0].role == "decode":
         yield Row("hand-off", "ok", "none: decode workers prefill by themselves")
     else:

@@ -3,8 +3,9 @@
 import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, RolesConfig, ServeConfig
@@ -52,7 +53,7 @@ WorkerPlan = ProcessPlan[PrefillConfig | DecodeConfig]
 
 
 def choose_prefill_workers(config: ServeConfig, num_gpus: int) -> tuple[int, str]:
-    """How many prefill workers to start, and why. `num_gpus`: that workers may use."""
+    """How many prefill workers to start for a model that answers, and why. `num_gpus`: that workers may use."""
     if config.prefill_workers is not None:
         return config.prefill_workers, "--prefill-workers"
     if config.device == "cpu" or (config.device == "auto" and not num_gpus):
@@ -65,29 +66,32 @@ def choose_prefill_workers(config: ServeConfig, num_gpus: int) -> tuple[int, str
     return 0, "decode workers need all GPUs and compute prompts too; another worker would load the weights once more"
 
 
-def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command = PROGRAM) -> list[WorkerPlan]:
+def plan_workers(
+    config: ServeConfig, gpus: Sequence[str] = (), program: Command = PROGRAM, embedding: Collection[str] = ()
+) -> list[WorkerPlan]:
     """The workers, prefill first, and their shares of the machine.
 
     `gpus`: what processes started here see, by names of CUDA_VISIBLE_DEVICES. Workers take them in turn, so that none
     has two more than another, and no prefill worker shares with a decode worker while a GPU is free. Each sees all,
     its own first: CUDA IPC needs the peer's. Several models, in `config` as NAME=MODEL, follow each other and divide
-    memory by as many as are awake at once. Raises ConfigError when workers on one GPU want more than all of it.
+    memory by as many as are awake at once. `embedding`: names of models that make vectors of texts ("" where there is
+    one model), which have prefill workers alone. Raises ConfigError when workers on one GPU want more than all of it.
     """
     models = [text.partition("=")[::2] for text in config.model] if len(config.model) > 1 else [("", config.model[0])]
     gpus = () if config.device == "cpu" else tuple(gpus)
     num_prefill, _ = choose_prefill_workers(config, len(gpus))
-    own_roles = ["prefill"] * num_prefill + ["decode"] * config.decode_workers
-    roles = own_roles * len(models)
-    places = place_ranks(config, roles, len(gpus))
+    usual = ["prefill"] * num_prefill + ["decode"] * config.decode_workers
+    roles_of = [["prefill"] * max(num_prefill, 1) if name in embedding else usual for name, _ in models]
+    roles = [(at, number, role) for at, own in enumerate(roles_of) for number, role in enumerate(own)]
+    places = place_ranks(config, [role for *_, role in roles], len(gpus))
     num_awake = config.max_awake or len(models)
-    num_sharing = count_sharing(places, len(own_roles), num_awake)
+    num_sharing = count_sharing(places, [len(own) for own in roles_of], num_awake)
     # No other worker uses the decode worker's cores: on a CPU it prefills by itself, unless told to hand prompts off.
     is_handed = num_prefill and config.local_prefill_max_tokens is not None
-    has_all_cores = config.decode_workers == config.decode_tp == len(models) == 1 and not is_handed
+    has_all_cores = not embedding and config.decode_workers == config.decode_tp == len(models) == 1 and not is_handed
     plans: list[WorkerPlan] = []
-    for number, (role, own) in enumerate(zip(roles, places, strict=True)):
-        model_name, model = models[number // len(own_roles)]
-        own_number = number % len(own_roles)
+    for (at, own_number, role), own in zip(roles, places, strict=True):
+        (model_name, model), own_roles = models[at], roles_of[at]
         given = {name: getattr(config, f"{role}_{name}") for name in ("max_running", "tp")}
         given |= {"model": model, "model_name": model_name}
         if config.lora and not config.max_loras:
@@ -97,7 +101,7 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
             given["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own), num_prefill, len(gpus))
         target: type[PrefillConfig | DecodeConfig] = PrefillConfig if role == "prefill" else DecodeConfig
         command, name = role, f"{role}-{own_number if role == 'prefill' else own_number - num_prefill}"
-        if config.roles != "fixed":
+        if config.roles != "fixed" and own_roles is usual:
             target, command, name = RolesConfig, "worker", f"worker-{own_number}"
             given |= {"role": role, "local_prefill_chunk_tokens": config.chunk_tokens}
             given["max_running"] = config.decode_max_running
@@ -126,10 +130,11 @@ def place_ranks(config: ServeConfig, roles: Sequence[str], num_gpus: int) -> lis
     return places
 
 
-def count_sharing(places: Sequence[tuple[int, ...]], num_own: int, num_awake: int) -> dict[int, int]:
-    """GPU |-> the most ranks that share it at once, when `num_awake` models of `num_own` workers each are awake."""
+def count_sharing(places: Sequence[tuple[int, ...]], num_workers: Sequence[int], num_awake: int) -> dict[int, int]:
+    """GPU |-> the most ranks that share it at once, when `num_awake` models are awake. num_workers: of each model."""
     counts: dict[int, list[int]] = {}
-    for begin in range(0, len(places), num_own):
+    for end, num_own in zip(accumulate(num_workers), num_workers, strict=True):
+        begin = end - num_own
         for gpu, count in Counter(gpu for own in places[begin : begin + num_own] for gpu in own).items():
             counts.setdefault(gpu, []).append(count)
     return {gpu: sum(sorted(found, reverse=True)[:num_awake]) for gpu, found in counts.items()}

@@ -11,6 +11,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -29,6 +30,7 @@ from runtime.hardware import wait_without_spinning
 from runtime.logs import setup_logging
 from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
+from wire.pooling import read_pooling
 from worker.startup.models import check_model, check_models, choose_served_names, fetch_tokenizer, locate, name_models
 
 
@@ -93,9 +95,14 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         stop_s = config.drain_s + STOP_MARGIN_S
     gpus = visible_gpus()
     num_prefill, why = choose_prefill_workers(config, len(gpus))
-    counts = f"{num_prefill} prefill, {config.decode_workers} decode"
-    screen.say(f"workers: {counts}: {why}", "workers", prefill=num_prefill, decode=config.decode_workers, reason=why)
-    workers = plan_workers(config, gpus, program)
+    embedding = find_embedding(config)
+    num_decode = 0 if len(embedding) == len(config.model) else config.decode_workers
+    if embedding:
+        why = "models that make vectors of texts have prefill workers alone"
+        num_prefill = max(num_prefill, 1)
+    counts = f"{num_prefill} prefill, {num_decode} decode"
+    screen.say(f"workers: {counts}: {why}", "workers", prefill=num_prefill, decode=num_decode, reason=why)
+    workers = plan_workers(config, gpus, program, embedding)
 
     def plan(ready: list[Ready]) -> ProcessSpec:
         return plan_gateway(config, *find_addresses(ready), program)
@@ -104,6 +111,13 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
     by_model = {name: [one for one in workers if one.settings.model_name in ("", name)] for name in names}
     with needing_files(host_folder()) if config.kv_host_gib else nullcontext():
         return await Supervisor(screen, config.start_timeout_s, stop_s).run(by_model, plan, config.max_awake)
+
+
+def find_embedding(config: ServeConfig) -> list[str]:
+    """Names of the models that make vectors of texts; "" of one model alone."""
+    folders = {name: Path(fetch_tokenizer(model)) for name, model in name_models(config.model, ()).items()}
+    found = [name for name, folder in folders.items() if read_pooling(folder) is not None]
+    return [""] * len(found) if len(folders) == 1 else found
 
 
 def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfig()) -> int:  # noqa: B008  frozen
@@ -133,8 +147,9 @@ def worker(config: Annotated[RolesConfig, Parameter(name="*")] = RolesConfig()) 
     return run(locate(find_hosts(config, os.environ)))
 
 
-def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
+def gateway(config: Annotated[GatewayConfig | None, Parameter(name="*")] = None) -> int:
     """Start the gateway: it answers REST and gRPC and sends prompts to workers."""
+    config = config or GatewayConfig()  # which says that it needs a worker
     follow_parent(config.ready_fd)
     for name in ("sleep_after_s", "max_awake"):
         can_sleep = not getattr(config, name) or config.ready_fd is not None

@@ -6,6 +6,7 @@ Imports no torch: commands read configurations at once. engine/compose.py names 
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from engine.experts.config import MoeNorms
@@ -20,6 +21,7 @@ from engine.models.families import FAMILIES as PLAIN
 from engine.models.read_config import Catalogue
 from engine.varied.read import add_varied_layers, read_token_inputs
 from engine.vision.wholes import WHOLES, open_whole
+from wire.pooling import read_pooling
 
 
 def read_inner_size(config: Json) -> int:
@@ -222,4 +224,9 @@ FAMILIES: Mapping[str, Family] = PLAIN | {
 CATALOGUE = Catalogue(FAMILIES, tuple(WHOLES), open_whole)
 build_config = partial(read_config.build_config, catalogue=CATALOGUE)
 load_config = partial(read_config.load_config, catalogue=CATALOGUE)
-has_native_code = partial(read_config.has_native_code, catalogue=CATALOGUE)
+
+
+def has_native_code(folder: Path) -> bool:
+    """Whether Baton's own code computes it: not where transformers pools whole texts. Raises like `load_config`."""
+    pooling = read_pooling(folder)
+    return not (pooling and pooling.is_whole) and read_config.has_native_code(folder, CATALOGUE)

@@ -59,6 +59,7 @@ from engine.models.load import DecoderT, OpenFormat, Parts, Source
 from engine.models.table import shard_config
 from engine.new_weights import HostFormat, find_copies, take_copies
 from engine.ops.base import Ops
+from engine.pooling.load import build_forwards, load_encoder, probe_encoder
 from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
@@ -74,6 +75,7 @@ from engine.weights.table import Shard
 from wire.files import check_folder
 from wire.kv_layout import KvPart, PagePart
 from wire.names import MTP
+from wire.pooling import read_pooling
 
 DEVICES: Mapping[str, type[Device]] = {"cpu": CpuDevice, "cuda": CudaDevice}  # torch's name |-> kind; others: Device
 
@@ -149,12 +151,20 @@ def pad_parts(parts: Sequence[KvPart], device: torch.device) -> tuple[KvPart, ..
 
 def load_any_config(folder: Path) -> ModelConfig | FallbackConfig:
     """`load_config` for any model. Without native code: by transformers on the meta device, in seconds."""
-    return load_config(folder) if has_native_code(folder) else probe_foreign(folder)
+    if has_native_code(folder):
+        return load_config(folder)
+    return probe_encoder(folder) if read_pooling(folder) else probe_foreign(folder)
 
 
 def open_any_model(folder: Path) -> tuple[ModelConfig | FallbackConfig, Checkpoint]:
     """`open_model` for any model. Without native code: by transformers on the meta device, in seconds."""
-    return open_model(folder) if has_native_code(folder) else (load_any_config(folder), SafetensorsCheckpoint(folder))
+    if has_native_code(folder):
+        return open_model(folder)
+    checkpoint = SafetensorsCheckpoint(folder)
+    if read_pooling(folder):  # encoders have tables of positions, which are whole numbers
+        kept = {name: entry for name, entry in checkpoint.entries.items() if entry.dtype in checkpoint.dtypes}
+        checkpoint.entries = kept
+    return load_any_config(folder), checkpoint
 
 
 def load_model(
@@ -177,7 +187,11 @@ def load_model(
     if not has_native_code(folder):
         if adapter_limits.num_slots:
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
-        return open_foreign(folder, dtype, opened, on_progress, quantization, ranks)
+        if (pooling := read_pooling(folder)) is None:
+            return open_foreign(folder, dtype, opened, on_progress, quantization, ranks)
+        if ranks.size > 1 or quantization != "none":
+            raise ValueError(f"{folder}: transformers computes this model: set --tp 1 and --quantization none")
+        return load_encoder(folder, pooling, dtype, opened, on_progress)
 
     def add(dtype: torch.dtype) -> Additions:
         if not adapter_limits.num_slots:
@@ -217,7 +231,7 @@ class FullEngine(Engine):
         on_captured: OnCaptured = lambda done, total: None,
     ) -> None:  # fmt: skip
         """See `cuda.warm_up`. Does nothing on a CPU."""
-        if self.padding_page is not None:
+        if self.padding_page is not None and self.pooled is None:
             warm_up(self, graph_rows, max_drafts, piece_tokens, on_captured)
 
     def find_weaknesses(self) -> dict[str, str]:
@@ -227,7 +241,9 @@ class FullEngine(Engine):
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if isinstance(self.config, FallbackConfig):
-            found["slow model"] = f"Baton has no code for {self.config.family}: transformers' runs, without CUDA graphs"
+            if self.pooled is None:  # others have no faster code
+                name = self.config.family
+                found["slow model"] = f"Baton has no code for {name}: transformers' runs, without CUDA graphs"
         elif stretched := [rope for rope in self.config.ropes if rope.factors != rope.short_factors]:
             original = stretched[0].original_context
             found["rope's long factors, for short prompts too"] = (
@@ -277,6 +293,8 @@ def build_engine(
         loaded = _load(folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits)
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = None
+        if draft_model and read_pooling(folder):
+            raise ValueError(f"{folder} makes vectors of texts, without drafts: set --draft-model none")
         if draft_model:
             draft = _load_draft(draft_model, folder, loaded.decoder, context_tokens, quantization, ranks)
         vision, why_blind = None, None
@@ -325,7 +343,8 @@ def assemble_engine(
             reference = reference_attention(config.attention_shapes, page_tokens, open_device(device).pad_head)
             attention[0] = replace(attention[0], backend=WholeImageAttention(attention[0].backend, reference))
     gpu_memory, opened = _gpu_memory(device), open_device(device)
-    if gpu_memory is not None and largest_step is not None:
+    has_steps = isinstance(config, ModelConfig) or read_pooling(model.folder) is None  # that can be run with any tokens
+    if gpu_memory is not None and largest_step is not None and has_steps:
         measured = [*zip(decoders, attention, shapes, strict=True)]
         beside = 0 if vision is None else measure_peak(vision.encode_largest, device)
         gpu_memory = (*gpu_memory[:2], beside + _measure_step(largest_step, measured, rows))
@@ -358,6 +377,8 @@ def assemble_engine(
         read_adapter = partial(reader.read, sites=adapters.sites)
     tensors = [pool.tensor, pool.tensor if pool.draft_tensor is None else pool.draft_tensor]
     runner, draft_runner = _build_runners(place, decoders, attention, tensors, rows)
+    if (pooled := build_forwards(model.folder, decoder)) is not None:
+        runner.forwards = pooled
     return FullEngine(
         folder=model.folder,
         config=config,
@@ -377,6 +398,7 @@ def assemble_engine(
         adapters=adapters,
         read_adapter=read_adapter,
         vision=vision,
+        pooled=pooled,
     )
 
 

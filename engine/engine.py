@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.choose import AttentionChoice
 from engine.input_batch import InputBatch
@@ -16,6 +19,15 @@ from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
 from wire.kv_layout import KvPart, StatePart
 from wire.names import KvDType as KvDType
+
+
+class Vectors(Protocol):
+    """What a model without answers makes of texts (engine/pooling/): its runner computes no tokens."""
+
+    is_whole: bool  # each text is to be one step, and its KV is of no use to another
+
+    def take(self, row: int) -> NDArray[np.float32] | None:
+        """What the last collected step has made for the row, once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,7 @@ class Engine:
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
+    pooled: Vectors | None = None  # None: the model answers
     states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
 
     @property

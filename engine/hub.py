@@ -7,7 +7,7 @@ from engine.weights.files import GGUF, is_path
 from wire.files import check_access
 
 DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
-NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
+NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "[!0-9]*/*", "consolidated*"]  # folders such as 1_Pooling are
 
 
 def resolve_model_folder(name_or_path: str, make_gguf_folder: Callable[[Path], Path]) -> Path:

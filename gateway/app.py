@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from gateway.access.allowance import LIMIT_HEADERS
 from gateway.api.access import REQUEST_ID_HEADER, WARNING_HEADER
+from gateway.api.embeddings.routes import add_embeddings
 from gateway.api.http.access import Access
 from gateway.api.http.errors import add_error_handlers
 from gateway.api.http.middleware import RequestScope
@@ -106,4 +107,5 @@ def build_app(served: ServedModels, keeper: Keeper | None = None) -> FastAPI:
     app.add_middleware(RequestScope)
     add_document(app, needs_key=not served.keys.is_open)
     add_ollama(app, served)
+    add_embeddings(app, served)
     return app

@@ -87,6 +87,8 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
         with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
             most = config.max_context_tokens or None
             tokenizers = {name: load_tokenizer(Path(folder), most) for name, folder in folders.items()}
+            if not config.decode and (lacking := [name for name, one in tokenizers.items() if one.pooling is None]):
+                raise ValueError(f"--decode needs a worker's host:port: {', '.join(lacking)} answers prompts")
             uvloop.run(_serve(config, tokenizers, ReadyReporter(config.ready_fd, "gateway"), ops, tracing))
     except (ValueError, OSError, StoreError) as error:
         log.error("cannot start", reason=str(error))
@@ -261,7 +263,8 @@ def _build_models(
             names = (name, *(() if served.models else config.served_name))  # "*" is the first's
         can_sleep = bool(config.max_awake or config.sleep_after_s)
         model = ModelGate(fleet.changes, name if can_sleep or labelled else "")
-        router = routers[name] = _build_router(config, own_fleet, own_registry, shutdown, model, rollout)
+        embeds = tokenizer.pooling is not None
+        router = routers[name] = _build_router(config, own_fleet, own_registry, shutdown, model, rollout, embeds)
         loaders[name] = AdapterLoader(own_fleet, own_registry)
         adapters = own_fleet.adapters.named
         add_model(served, router, tokenizer, names, own_registry, tracing, adapters)
@@ -320,13 +323,12 @@ async def _follow_sleep(config: GatewayConfig, fleet: Fleet, gates: Sequence[Mod
 
 def _build_router(
     config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, shutdown: Shutdown, model: ModelGate,
-    rollout: Rollout,
+    rollout: Rollout, embeds: bool,
 ) -> Router:  # fmt: skip
-    """What sends requests to workers of one model."""
-    expects_prefill = bool(config.prefill)
-    placer = Placer(
-        config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, expects_prefill, rollout
-    )  # fmt: skip
+    """What sends requests to workers of one model. embeds: texts, to prefill workers, which wait for no others' KV."""
+    expects_prefill = bool(config.prefill) and not embeds
+    uses_cache, no_prefill = config.cache_routing and not embeds, "fallback" if embeds else config.no_prefill
+    placer = Placer(config.local_prefill_max_tokens, uses_cache, no_prefill, expects_prefill, rollout)
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
     router = Router(
         fleet,

@@ -10,6 +10,7 @@ import grpc
 from engine.batch import ForwardRow
 from engine.runner import Begun, Launched, Runner
 from engine.steps import Launcher
+from prefill_worker.embedded import EmbeddedTexts
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
@@ -42,18 +43,21 @@ class PrefillRole(Role):
         asyncio_loop = asyncio.get_running_loop()
 
         def publish(step: int, updates: list[Update]) -> None:
-            asyncio_loop.call_soon_threadsafe(self._service.hand_overs.on_updates, updates)
+            hear = self._service.hand_overs.on_updates if engine.pooled is None else texts.on_updates
+            asyncio_loop.call_soon_threadsafe(hear, updates)
 
         runner: Launcher = engine.runner  # which leads its head, if it has one
         if engine.draft_runner is not None and not engine.has_head:
             runner = BothRunners(engine.runner, engine.draft_runner)
         budget = compose_budget(engine, config.chunk_tokens, "--chunk-tokens")
+        texts = EmbeddedTexts(engine.pooled)
+        extras = DraftKv() if engine.pooled is None else texts
         self.loop = WorkerLoop(
-            DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
+            extras, scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )
         thread = self.loop.thread
         features = build_features(worker, config, self._peers, thread, self.metrics)
-        self._service = PrefillService(worker, config, thread, features, self._sender, self._peers, self.metrics)
+        self._service = PrefillService(worker, config, thread, features, self._sender, self._peers, self.metrics, texts)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._service, server)

@@ -8,6 +8,7 @@ import asyncio
 import grpc
 import structlog
 
+from prefill_worker.embedded import EmbeddedTexts, read_result
 from prefill_worker.hand_overs import HandOvers
 from prefill_worker.kv_sender import KVSender, OfferFailedError
 from prefill_worker.metrics import PrefillMetrics
@@ -31,7 +32,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
 
     def __init__(
         self, worker: Worker, config: HeartbeatConfig, thread: EngineThread, features: Features, sender: KVSender,
-        peers: KVPeers, metrics: PrefillMetrics,
+        peers: KVPeers, metrics: PrefillMetrics, texts: EmbeddedTexts,
     ) -> None:  # fmt: skip
         def transports() -> dict[str, str]:
             return {**peers.transports(), **sender.transports()}
@@ -40,6 +41,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._sender = sender
         self._heartbeat_s = config.heartbeat_s
+        self._texts = texts
         self.hand_overs = HandOvers(config, worker.scheduler.kv, thread, sender, metrics)
 
     @admits
@@ -81,7 +83,36 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
                 self._thread.wake()
         return result
 
+    async def EmbedPrompt(
+        self, request: prefill_pb2.EmbedPromptRequest, context: Context
+    ) -> prefill_pb2.EmbedPromptResponse:
+        problem, num_prompt = self.find_bad_prompt(request.prompt), len(request.prompt) // TOKEN_BYTES
+        if problem is None and num_prompt >= self._context_tokens:
+            problem = f"a text of {num_prompt} tokens is wanted; at most {self._context_tokens - 1} are computed"
+        if problem is not None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        await self.check_draining(context)
+        try:
+            params, embedding = self._texts.begin(request)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        try:
+            keys = [] if self._texts.is_whole else self._scheduler.kv.keys_of(params)
+            sequence = await self.admit(params, keys, context)
+            try:
+                result = read_result(await embedding.ended, embedding)
+            finally:
+                with self._thread.lock:
+                    self._scheduler.end(sequence)
+                    self._thread.wake()
+        finally:
+            self._texts.end(params)
+        if isinstance(result, tuple):
+            await context.abort(*result)
+        return result
+
     def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
+        status.embeds = self._texts.embeds
         status.weaknesses.update(self._sender.find_weaknesses())
 
     def _find_problem(self, request: prefill_pb2.RunRequest) -> str | None:

@@ -60,6 +60,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/baton.v1.Inference/Embed',
+                request_serializer=protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -103,6 +108,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Turns texts into vectors, where the model makes such. Same errors as Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +142,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=protos_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=protos_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +285,33 @@ class Inference:
             '/baton.v1.Inference/ListModels',
             protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
             protos_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Embed',
+            protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+            protos_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

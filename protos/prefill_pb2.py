@@ -26,17 +26,21 @@ from protos import decode_pb2 as protos_dot_decode__pb2
 from protos import kv_pb2 as protos_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/decode.proto\x1a\x0fprotos/kv.proto\"\x8f\x02\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12 \n\x06ticket\x18\x04 \x01(\x0b\x32\x10.baton.v1.Ticket\x12 \n\x13num_prompt_logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12$\n\x06source\x18\x06 \x01(\x0b\x32\x14.baton.v1.PageSource\x12\x1f\n\x06images\x18\x07 \x03(\x0b\x32\x0f.baton.v1.Image\x12&\n\tretention\x18\x08 \x01(\x0b\x32\x13.baton.v1.RetentionB\x16\n\x14_num_prompt_logprobs\"\xf6\x01\n\x0bRunResponse\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x30\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12)\n\x0bread_tokens\x18\x08 \x01(\x0b\x32\x14.baton.v1.ReadTokens2=\n\x07Prefill\x12\x32\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/decode.proto\x1a\x0fprotos/kv.proto\"]\n\x12\x45mbedPromptRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"l\n\x13\x45mbedPromptResponse\x12\x0e\n\x06vector\x18\x01 \x01(\x0c\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x8f\x02\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12 \n\x06ticket\x18\x04 \x01(\x0b\x32\x10.baton.v1.Ticket\x12 \n\x13num_prompt_logprobs\x18\x05 \x01(\rH\x00\x88\x01\x01\x12$\n\x06source\x18\x06 \x01(\x0b\x32\x14.baton.v1.PageSource\x12\x1f\n\x06images\x18\x07 \x03(\x0b\x32\x0f.baton.v1.Image\x12&\n\tretention\x18\x08 \x01(\x0b\x32\x13.baton.v1.RetentionB\x16\n\x14_num_prompt_logprobs\"\xf6\x01\n\x0bRunResponse\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x30\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12)\n\x0bread_tokens\x18\x08 \x01(\x0b\x32\x14.baton.v1.ReadTokens2\x89\x01\n\x07Prefill\x12\x32\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponse\x12J\n\x0b\x45mbedPrompt\x12\x1c.baton.v1.EmbedPromptRequest\x1a\x1d.baton.v1.EmbedPromptResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNREQUEST']._serialized_start=73
-  _globals['_RUNREQUEST']._serialized_end=344
-  _globals['_RUNRESPONSE']._serialized_start=347
-  _globals['_RUNRESPONSE']._serialized_end=593
-  _globals['_PREFILL']._serialized_start=595
-  _globals['_PREFILL']._serialized_end=656
+  _globals['_EMBEDPROMPTREQUEST']._serialized_start=72
+  _globals['_EMBEDPROMPTREQUEST']._serialized_end=165
+  _globals['_EMBEDPROMPTRESPONSE']._serialized_start=167
+  _globals['_EMBEDPROMPTRESPONSE']._serialized_end=275
+  _globals['_RUNREQUEST']._serialized_start=278
+  _globals['_RUNREQUEST']._serialized_end=549
+  _globals['_RUNRESPONSE']._serialized_start=552
+  _globals['_RUNRESPONSE']._serialized_end=798
+  _globals['_PREFILL']._serialized_start=801
+  _globals['_PREFILL']._serialized_end=938
 # @@protoc_insertion_point(module_scope)

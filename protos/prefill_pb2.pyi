@@ -8,6 +8,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EmbedPromptRequest(_message.Message):
+    __slots__ = ("request_id", "prompt", "cache_salt", "adapter")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt: bytes
+    cache_salt: str
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class EmbedPromptResponse(_message.Message):
+    __slots__ = ("vector", "queue_seconds", "prefill_seconds", "cached_tokens")
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    vector: bytes
+    queue_seconds: float
+    prefill_seconds: float
+    cached_tokens: int
+    def __init__(self, vector: _Optional[bytes] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
 class RunRequest(_message.Message):
     __slots__ = ("request_id", "prompt", "cache_salt", "ticket", "num_prompt_logprobs", "source", "images", "retention")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -40,6 +40,11 @@ class PrefillStub:
                 request_serializer=protos_dot_prefill__pb2.RunRequest.SerializeToString,
                 response_deserializer=protos_dot_prefill__pb2.RunResponse.FromString,
                 _registered_method=True)
+        self.EmbedPrompt = channel.unary_unary(
+                '/baton.v1.Prefill/EmbedPrompt',
+                request_serializer=protos_dot_prefill__pb2.EmbedPromptRequest.SerializeToString,
+                response_deserializer=protos_dot_prefill__pb2.EmbedPromptResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer:
@@ -58,6 +63,14 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EmbedPrompt(self, request, context):
+        """Computes the vector of one text, or the logits of its classes, where the model has no answers: nothing is offered.
+        Cancelling the call stops the work. Same errors as Run; INVALID_ARGUMENT also where the model answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -65,6 +78,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=protos_dot_prefill__pb2.RunRequest.FromString,
                     response_serializer=protos_dot_prefill__pb2.RunResponse.SerializeToString,
+            ),
+            'EmbedPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.EmbedPrompt,
+                    request_deserializer=protos_dot_prefill__pb2.EmbedPromptRequest.FromString,
+                    response_serializer=protos_dot_prefill__pb2.EmbedPromptResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -95,6 +113,33 @@ class Prefill:
             '/baton.v1.Prefill/Run',
             protos_dot_prefill__pb2.RunRequest.SerializeToString,
             protos_dot_prefill__pb2.RunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EmbedPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Prefill/EmbedPrompt',
+            protos_dot_prefill__pb2.EmbedPromptRequest.SerializeToString,
+            protos_dot_prefill__pb2.EmbedPromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,8 +56,8 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
     prefill: tuple[str, ...] = ()
     """host:port of a prefill worker; for several dns:NAME:PORT, dns:_SERVICE._PROTO.NAME or file:PATH (a host:port in
     each line); repeat."""
-    decode: tuple[str, ...]
-    """The same of decode workers."""
+    decode: tuple[str, ...] = ()
+    """The same of decode workers; models that make vectors of texts need none."""
     dns_server: str = ""
     """IP:port of the DNS server to ask for such names; empty is the system's."""
     max_context_tokens: Annotated[int, count(0)] = 0
@@ -77,7 +77,9 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
         for name in ("prefill", "decode"):
             for address in getattr(self, name):
                 _require_address(name, address)
-        self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
+        self.require(
+            "decode", bool(self.decode or self.prefill), "at least one host:port, such as --decode 127.0.0.1:9001"
+        )
         is_server = is_host_port(self.dns_server) and find_ip(self.dns_server.rpartition(":")[0]) is not None
         self.require("dns_server", not self.dns_server or is_server, "an IP address and port, such as 10.0.0.10:53")
         has_prefill = bool(self.prefill) or self.no_prefill == "fallback"

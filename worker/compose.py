@@ -88,6 +88,8 @@ def build_adapters(engine: FullEngine) -> Adapters:
 def compose_budget(engine: FullEngine, prompt_tokens: int, setting: str, itl_goal_s: float = 0.0) -> TokenBudget:
     """`setting`: the flag that sets prompt_tokens; `itl_goal_s`: longest step with answers; 0: no goal."""
     others = {"fit": fit_chunk} if engine.sees_whole_images else {}
+    if engine.pooled is not None and engine.pooled.is_whole:
+        others = {"fit": lambda params, begin, count: params.num_prompt - begin}  # a text is one step's
     return build_budget(prompt_tokens, setting, engine.device.type, build_sizer=choose_sizer(itl_goal_s), **others)
 
 

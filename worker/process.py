@@ -143,6 +143,8 @@ def build_worker(
 
     `reached`: how peers reach the pages and the slots of the other ranks.
     """
+    if role != "prefill" and engine.pooled is not None:
+        raise ValueError(f"{engine.folder} makes vectors of texts, and no answers: serve it by `baton prefill` alone")
     pools = build_pools(engine, config, incarnation, trust, others)
     peers = [pool.describe(role, address, [other[pool.is_states] for other in reached]) for pool in pools]
     me = peers[0]

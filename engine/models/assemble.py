@@ -26,7 +26,7 @@ from engine.weights.formats import PlainFormat
 from engine.weights.table import Product, Shard
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # in old Llama checkpoints; the config implies it
-IGNORED_PREFIX = "mtp."  # Qwen3.5's layers that predict several tokens ahead
+IGNORED_PREFIXES = ("mtp.", "score.")  # Qwen3.5's layers that predict several tokens ahead; heads with classes
 OTHER_PARTS = (
     "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.",
     "visual.", "connector.", "image_newline",
@@ -199,7 +199,7 @@ def _is_ignored(config: ModelConfig, name: str) -> bool:
         if layer is None or (layer.kv_layer is not None and rest.startswith(UNUSED_PARTS)):
             return True
     is_other = config.whole is not None and name.removeprefix("model.").startswith(OTHER_PARTS)
-    return is_other or name.startswith(IGNORED_PREFIX) or name.endswith(IGNORED_SUFFIX)
+    return is_other or name.startswith(IGNORED_PREFIXES) or name.endswith(IGNORED_SUFFIX)
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint, may_lack: Collection[str] = ()) -> None:

@@ -26,9 +26,9 @@ from wire.files import named
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HEADS = {  # prefix of a language model beside other parts |-> its head
+HEADS = {  # prefix of a language model, beside other parts or alone |-> its head
     "language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head",
-    "model.text_model.": "lm_head", "model.": "lm_head",
+    "model.text_model.": "lm_head", "model.": "lm_head", "": "lm_head",
 }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def open_model(folder: Path, parts: Parts) -> tuple[ModelConfig, Checkpoint]:
     plain = SafetensorsCheckpoint(folder)
     with named(folder / "config.json"):
         check_sizes(config, plain.entries)
-    if config.whole is not None:
+    if config.whole is not None or f"{config.prefix}embed_tokens.weight" not in plain.entries:
         found = [prefix for prefix in HEADS if f"{prefix}embed_tokens.weight" in plain.entries]
         config = replace(config, prefix=found[0], head=HEADS[found[0]]) if found else config
     if config.quantization is None:

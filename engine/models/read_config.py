@@ -86,7 +86,7 @@ def build_config(config: Json, catalogue: Catalogue = PLAIN) -> ModelConfig:
         num_heads=num_heads,
         head_dim=head_dim,
         rms_eps=number(config, "rms_norm_eps", 1e-6),
-        is_tied=flag(config, "tie_word_embeddings"),
+        is_tied=flag(config, "tie_word_embeddings") or lacks_head(config, family),
         layers=tuple(map(LayerConfig, windows, rope_of)),
         ropes=ropes,
         # Qwen's recipe for long contexts adds yarn and leaves max_position_embeddings at the original.
@@ -105,9 +105,15 @@ def _choose_family(config: Json, catalogue: Catalogue) -> tuple[str, Family]:
         raise ValueError(f"model_type {name!r} is not supported; supported: {', '.join(catalogue.names)}")
     family = catalogue.families[name]
     architectures = config.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+    if architectures != [family.architecture] and not lacks_head(config, family):
         raise ValueError(f"architectures {architectures} is not supported for {name}; supported: {family.architecture}")
     return name, family
+
+
+def lacks_head(config: Json, family: Family) -> bool:
+    """Whether the checkpoint has no head for tokens, or another one: it makes vectors of texts, or classes."""
+    stem = family.architecture.removesuffix("ForCausalLM")
+    return config.get("architectures") in ([f"{stem}Model"], [f"{stem}ForSequenceClassification"])
 
 
 def _refuse_unsupported(config: Json, family: Family, activation: str) -> None:

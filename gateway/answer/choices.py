@@ -100,13 +100,13 @@ async def begin(
     try:
         return Totals(await served.prepare(raw, request_id, arrived_s, key), arrived_s, trace)
     except BaseException as error:
-        _note_failure(served, error, request_id, key.name)
+        note_failure(served, error, request_id, key.name)
         if trace is not None:
             trace.close(error)
         raise
 
 
-def _note_failure(
+def note_failure(
     served: ServedModel, error: BaseException, request_id: str, owner: str = "", num_tokens: int = 0
 ) -> None:
     """Counts it, and logs what is no fault of the client's; bugs are logged where they end."""
@@ -168,7 +168,7 @@ async def stream_choices(
         if restarts := totals.restarts_after(error):
             totals.log("begun once more")
             raise
-        _note_failure(served, error, job.generations[0].request_id, job.generations[0].owner, totals.num_completion)
+        note_failure(served, error, job.generations[0].request_id, job.generations[0].owner, totals.num_completion)
         if isinstance(error, ApiError) and not totals.num_completion:
             job.key.allowance.give_back(totals.num_prompt)
         failure = error if totals.num_open else None  # else the client left with the whole answer

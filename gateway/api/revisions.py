@@ -72,7 +72,7 @@ def describe_revisions(rollout: Rollout, views: Sequence[WorkerView]) -> dict[st
     found = {}
     for name in names:
         alive = [view for view in views if view.revision == name and view.is_alive]
-        decodes = [view for view in views if view.revision == name and view.role == "decode"]
+        decodes = [view for view in views if view.revision == name and view.answers]
         found[name] = RevisionStatus(
             rollout.shares.get(name),
             sum(view.role == "prefill" for view in alive),

@@ -181,6 +181,8 @@ def _card(served: ServedModel, name: str) -> ModelCard:
     card.tool_format = served.tool_format.name if served.tool_format else None
     card.tool_format_reason = served.dialect.why
     card.reasoning_format = served.reasoning.name if served.reasoning else None
+    if (pooling := served.tokenizer.pooling) is not None:
+        card.task, card.max_model_len = pooling.task, served.tokenizer.context_tokens - 1
     if served.images:
         card.input_modalities = ("text", "image")
     return card

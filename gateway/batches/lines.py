@@ -15,6 +15,7 @@ import msgspec
 MAX_LINES = 50_000
 MAX_ALL_LINES = 2 * MAX_LINES  # with empty ones
 MAX_ID_CHARS = 256
+EMBEDDINGS = "/v1/embeddings"  # an endpoint
 MAX_ANSWERS = 128  # of a line, as of any request (request/rules.py)
 
 
@@ -32,6 +33,7 @@ class _Wanted(msgspec.Struct):
 
     n: Any = None
     prompt: Any = None
+    input: Any = None  # of embeddings
 
 
 class LineResponse(msgspec.Struct):
@@ -93,7 +95,7 @@ def scan(path: Path, endpoint: str, max_line_bytes: int) -> Input:
             found.faults.append(Fault(number, custom_id, *fault))
         else:
             found.numbers.append(number)
-            found.num_answers[-1] = _count_answers(line or b"")
+            found.num_answers[-1] = _count_answers(line or b"", endpoint)
         if len(found.numbers) + len(found.faults) > MAX_LINES:
             raise ValueError(f"the file has more than {MAX_LINES} lines; send several batches")
     if not found.numbers and not found.faults:
@@ -111,15 +113,16 @@ def _check_number(path: Path) -> None:
         raise ValueError(f"the file has more than {MAX_ALL_LINES} lines, empty ones included; remove those")
 
 
-def _count_answers(line: bytes) -> int:
+def _count_answers(line: bytes, endpoint: str) -> int:
     """How many answers a right line asks for; 1 if its body is not right, which its request finds."""
     number = 1
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         wanted = msgspec.json.decode(msgspec.json.decode(line, type=InputLine).body, type=_Wanted)
         if isinstance(wanted.n, int):
             number = wanted.n
-        if isinstance(wanted.prompt, list) and wanted.prompt and not isinstance(wanted.prompt[0], int):
-            number *= len(wanted.prompt)
+        for given in (wanted.prompt, wanted.input if endpoint == EMBEDDINGS else None):
+            if isinstance(given, list) and given and not isinstance(given[0], int):
+                number *= len(given)
     return min(max(number, 1), MAX_ANSWERS)
 
 

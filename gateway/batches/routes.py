@@ -24,7 +24,7 @@ from gateway.batches.store import MAX_FILE_BYTES, BatchStore
 from gateway.errors import ApiError, bad_request, check_count
 from gateway.request.prepare import ServedModels
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_NAME_CHARS = 255
 _FORM_BYTES = 64 << 10  # of an upload beside its file
 _BOUNDARY = re.compile(r""";\s*boundary="?([\w'()+,./:=?-]{1,70})"?\s*(?:;|$)""", re.ASCII | re.IGNORECASE)

@@ -87,6 +87,9 @@ class ServedModel(Prompts):
         """
         key.allowance.check(time.perf_counter(), key.name)
         name = self.names.check(raw.model)
+        if self.tokenizer.pooling is not None:
+            message = f"the model {name} has no answers; it makes {self.tokenizer.pooling.describe()}"
+            raise bad_request(message, "model", "unsupported_model")
         checked = check(raw, self, key, salts_by_key=self.options.salts_by_key)
         late_s = time.perf_counter() - arrived_s
         try:

@@ -98,7 +98,7 @@ class AdapterLoader:
     def _find(self, adapter: Adapter) -> str | ApiError | None:
         """The digest, which all workers found; or why one has not; None: some have not answered yet."""
         alive = [worker for worker in self._fleet.workers() if worker.find_trouble() is None]
-        decodes = [worker for worker in alive if worker.role == "decode"]
+        decodes = [worker for worker in alive if worker.view().answers]
         if not decodes:
             return not_ready("no decode worker is alive to load the adapter")
         if not any(worker.adapters.max_loras for worker in decodes):

@@ -96,6 +96,7 @@ class Tokens:
     # with the first part, as far as it is known (a stop string may end the rest unseen), and with the last, in full
     timing: Timing | None = None
     computes: str = ""  # what has computed it: `WorkerView.computes`, and which adapter
+    vector: bytes = b""  # float32 little-endian, of a model without answers: then it has no tokens, and is the last
 
 
 @dataclass(slots=True, eq=False)

@@ -49,7 +49,7 @@ class Forecast:
 
     def predict_wait_s(self, num_before: int, running: Iterable[Request], views: Sequence[WorkerView]) -> float:
         """Seconds until a request behind so many others has a place; 0 where nothing is known."""
-        decodes = [view for view in views if view.role == "decode" and view.is_alive]
+        decodes = [view for view in views if view.answers and view.is_alive]
         num_free = sum(max(view.max_running - view.num_running, 0) for view in decodes if not view.is_full)
         if num_before < num_free:
             return 0.0

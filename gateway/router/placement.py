@@ -141,7 +141,7 @@ def choose_placement(workers: Sequence[WorkerView], need: Need) -> Placement | W
     lenders = [view for view in having if view.can_lend and view.incarnation not in need.coming]
     workers = _leave_out(workers, need.avoid, need.no_prefill) if need.avoid else workers
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
-    decodes = [view for view in with_room if view.role == "decode"]
+    decodes = [view for view in with_room if view.answers]
     for decode in sorted(decodes, key=lambda view: score(view, need)):
         if (choice := _place_at(decode, workers, lenders, need)) is not None:
             return choice
@@ -174,6 +174,8 @@ def _place_at(
     from one of `lenders`; what a prefill worker has that could compute is handed over. A prefill worker is told of one
     even if it probably lacks nothing: it knows what it has evicted.
     """
+    if decode.embeds:
+        return Placement(decode, None, NO_LIMIT)
     matching = [view for view in workers if view.role == "prefill" and view.partners == decode.partners]
     known = [view for view in matching if need.can_compute(view)]
     partners = [view for view in known if view.is_alive]
@@ -210,12 +212,12 @@ def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str], no_prefill:
         rest += [view for view in workers if view.role == "prefill" and view.incarnation in avoid]
     if find_unready(rest) is None:
         return rest
-    return rest + [view for view in workers if view.role == "decode" and view.incarnation in avoid]
+    return rest + [view for view in workers if view.answers and view.incarnation in avoid]
 
 
 def count_places(workers: Sequence[WorkerView]) -> tuple[int, int]:
     """(places on living decode workers; those of them that are free, on workers that have pages to spare)."""
-    decodes = [view for view in workers if view.role == "decode" and view.is_alive]
+    decodes = [view for view in workers if view.answers and view.is_alive]
     spare = [view for view in decodes if _has_room(view) and view.free_pages > SPARE_PAGES * view.num_pages]
     return sum(view.max_running for view in decodes), sum(max(view.max_running - view.num_running, 0) for view in spare)
 

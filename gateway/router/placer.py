@@ -70,7 +70,7 @@ class Placer:
     def find_unusable(self, workers: Sequence[WorkerView], request: Request) -> Unready | None:
         """Why none of the workers that could serve others can serve the request; None when one can."""
         before, workers = workers, self._choose_revision(workers, request)
-        if not workers and any(view.is_alive for view in before if view.role == "decode"):
+        if not workers and any(view.is_alive for view in before if view.answers):
             return Unready(self.rollout.explain(before))
         if not (request.adapter or request.computes):
             return None

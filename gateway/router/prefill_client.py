@@ -1,5 +1,6 @@
 """Calls of one prefill worker. Lives on the asyncio thread."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -45,4 +46,27 @@ class PrefillClient(WorkerClient):
                 response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
         finally:
             self._runs.discard(on_lost)
+        return response
+
+    async def embed(self, request: prefill_pb2.EmbedPromptRequest, timeout_s: float) -> prefill_pb2.EmbedPromptResponse:
+        """The vector of a text. Raises as `run`, AttemptFailed also where the worker is lost meanwhile."""
+        if (lost := self._find_loss()) is not None:
+            raise lost
+        losses: list[AttemptFailed] = []
+
+        def on_lost(failed: AttemptFailed) -> None:
+            losses.append(failed)
+            call.cancel()
+
+        with self._doubting():
+            call = self._stub.EmbedPrompt(request, timeout=timeout_s)
+            self._runs.add(on_lost)
+            try:
+                response: prefill_pb2.EmbedPromptResponse = await call
+            except asyncio.CancelledError:
+                if losses:
+                    raise losses[0] from None
+                raise
+            finally:
+                self._runs.discard(on_lost)
         return response

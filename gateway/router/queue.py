@@ -281,7 +281,7 @@ class Queue:
         """All that may fail comes first: then it still waits, and holds nothing."""
         request = waiter.request
         num_tokens = self._forecast.expect_tokens(request) - choice.num_cached
-        decode = self._workers["decode"][choice.decode.address]
+        decode = self._workers[choice.decode.role][choice.decode.address]
         prefill = self._workers["prefill"][choice.prefill.address] if choice.prefill else None
         coming = self.placer.begin(request, choice, views)
         places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))

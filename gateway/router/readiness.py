@@ -20,7 +20,7 @@ class Unready:
 
 def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallback") -> Unready | None:
     """Why no request can be served; None when one can. With fallback a decode worker alone can serve."""
-    if not any(view.is_there for view in workers if view.role == "decode"):
+    if not any(view.is_there for view in workers if view.answers):
         return Unready(_describe_none(workers, "decode"))
     return None if no_prefill == "fallback" else find_no_prefill(workers)
 
@@ -70,7 +70,9 @@ def find_unusable(
 
 
 def _describe_none(workers: Sequence[WorkerView], role: Role) -> str:
-    troubles = [f"{view.address} {view.trouble}" for view in workers if view.role == role]
+    views = [view for view in workers if view.role == role or view.embeds]
+    role = "prefill" if any(view.embeds for view in views) else role  # such a model has no others
+    troubles = [f"{view.address} {view.trouble}" for view in views]
     if troubles:
         return f"no {role} worker is alive: " + "; ".join(troubles)
     return f"no {role} worker is known: name one with --{role}; the log says which names DNS does not know"

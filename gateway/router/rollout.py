@@ -61,9 +61,9 @@ class Rollout:
         spare: dict[str, list[WorkerView]] = {}
         for revision in revisions:
             views = [view for view in workers if view.revision == revision]
-            roles = {view.role for view in views if view.is_alive}
-            if "decode" in roles:
-                into = whole if "prefill" in roles or not has_prefill else spare
+            alive = [view for view in views if view.is_alive]
+            if any(view.answers for view in alive):
+                into = whole if not has_prefill or any(view.role == "prefill" for view in alive) else spare
                 into.setdefault(revision if revision in self.shares else REST, []).extend(views)
         return whole, spare
 
@@ -79,7 +79,7 @@ class Rollout:
 
     def explain(self, workers: Sequence[WorkerView]) -> str:
         """Why a new request can go to none of these workers, of which some decode."""
-        alive = sorted({view.revision for view in workers if view.role == "decode" and view.is_alive})
+        alive = sorted({view.revision for view in workers if view.answers and view.is_alive})
         wanted = ", ".join(f"{name}={share:g}" for name, share in self.shares.items())
         return (
             f"new requests go to {wanted}, of which no decode worker is alive, and alive are: {', '.join(alive)}; "

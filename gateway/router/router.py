@@ -12,6 +12,7 @@ from gateway.errors import ApiError, missed_deadline, not_ready
 from gateway.router.admission import DRAINING, Admission
 from gateway.router.attempt import Attempt
 from gateway.router.attempt_record import AttemptRecord
+from gateway.router.embedding import EmbeddingAttempt
 from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
 from gateway.router.fleet import Fleet
 from gateway.router.model_gate import ModelGate
@@ -126,7 +127,9 @@ class Router:
                     if waiter.places and waiter.places.placement.is_fallback and self._placer.expects_prefill:
                         admitted.note(f"{waiter.places.placement.why}: a decode worker computes the prompt")
                     try:
-                        with Attempt(request, waiter, self.queue, record, self._clock) as attempt:
+                        embeds = waiter.places is not None and waiter.places.placement.decode.embeds
+                        kind = EmbeddingAttempt if embeds else Attempt
+                        with kind(request, waiter, self.queue, record, self._clock) as attempt:
                             with self.admission.cuttable():
                                 await attempt.reserve()
                             while True:

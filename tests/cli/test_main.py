@@ -297,6 +297,15 @@ def test_adapters_are_the_gateways_and_make_room_on_workers() -> None:
         config.lora_paths(("two", "three"))
 
 
+def test_models_without_answers_have_prefill_workers_alone() -> None:
+    (alone,) = plan_workers(replace(CONFIG, prefill_workers=0), embedding=[""])
+    assert (alone.name, alone.role) == ("prefill-0", "prefill")
+    config = replace(CONFIG, model=("chat=demo", "texts=minilm"), prefill_workers=1, decode_workers=2)
+    roles = [(plan.name, plan.settings.model) for plan in plan_workers(config, embedding=["texts"])]
+    chat = [(f"chat {name}", "demo") for name in ("prefill-0", "decode-0", "decode-1")]
+    assert roles == [*chat, ("texts prefill-0", "minilm")]
+
+
 def test_each_model_has_its_workers_and_memory_is_for_those_awake() -> None:
     config = replace(CONFIG, model=("a=/m", "b=org/n", "c=demo"), prefill_workers=1, lora=("x=/x@b", "y=/y@z"))
     specs = plan_workers(config)

@@ -12,6 +12,7 @@ A check's name says what the client must be able to do with the demo model:
                exception, with the part and the reason
     stored     stored answers, where the client knows them: three turns of a conversation by their ids, in the
                background, cancelled, and streams of responses and chats that are left and read on
+    embed      texts' vectors, alike where the texts are; or a reranker's order, the document that is the query first
     error      a request with max_tokens -1 ends in the client's own exception, with the service's message
 """
 
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "image", "stored", "error")
+CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "image", "stored", "embed", "error")
 AGENT_CHECKS = ("answer", "call", "again", "overflow", "begin", "qwen-xml", "harmony")  # see with_agents.py
 MARK = "CHECK"  # begins a report's line: MARK, check, "ok", "skip" or "fail", reason
 ASKED: dict[str, Any] = json.loads((Path(__file__).parent / "asked.json").read_text(encoding="utf-8"))
@@ -38,7 +39,7 @@ def run(checks: Mapping[str, Callable[[], object] | str], names: Sequence[str] =
 
     A text instead of a check is the reason why this client cannot run it; a text that a check returns is shown.
     """
-    has_failed, checks = False, {"stored": "not in its API", **checks}
+    has_failed, checks = False, {"stored": "not in its API", "embed": "not asked of it", **checks}
     for name in names:
         outcome, reason = _try(checks[name])
         has_failed |= outcome == "fail"
@@ -55,6 +56,15 @@ def _try(check: Callable[[], object] | str) -> tuple[str, str]:
         traceback.print_exc()
         return "fail", f"{type(error).__name__}: {error}"
     return "ok", found if isinstance(found, str) else ""
+
+
+def vectors(found: Sequence[Sequence[float]]) -> None:
+    """Fails unless they are of ASKED's texts, of which the first two are equal."""
+    lengths = [sum(number * number for number in vector) for vector in found]
+    assert len(found) == len(ASKED["embed"]["texts"]) and all(abs(length - 1) < 1e-3 for length in lengths), lengths
+    first, second, third = found
+    assert max(abs(one - other) for one, other in zip(first, second, strict=True)) < 1e-4, "equal texts differ"
+    assert max(abs(one - other) for one, other in zip(first, third, strict=True)) > 1e-2, "all texts are alike"
 
 
 def same(found: object, expected: object) -> None:

@@ -25,8 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.clients.checks import AGENT_CHECKS, ASKED, CHECKS, MARK
+from tests.support.checkpoints import write_tokenizer
 from tests.support.checkpoints_vision import write_vlm_checkpoint
 from tests.support.live import serve
+from tests.support.pooled import write_pooled
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -101,6 +103,7 @@ CLIENTS = (
     Client("litellm", "python", "litellm[mcp]>=1.100,<2", "with_litellm"),  # imports mcp for any tool call
     Client("instructor", "python", "instructor>=1.17,<2", "with_instructor"),
     Client("llm", "python", "llm>=0.36,<1", "with_llm"),
+    Client("cohere", "python", "cohere>=5,<8", "with_cohere"),
     Client("claude", "agent", "@anthropic-ai/claude-code", "agents"),
     Client("codex", "agent", "@openai/codex", "agents"),
     Client("opencode", "agent", "opencode-ai", "agents"),
@@ -170,7 +173,11 @@ def _service(url: str) -> Iterator[str]:
         return
     images = write_vlm_checkpoint(BUILD / "images", "qwen2_5_vl")  # of random weights
     with tempfile.TemporaryDirectory() as folder:
-        flags = (f"--model={ASKED['image']['model']}={images}", "--dtype=float32", f"--state-dir={folder}/state")
+        texts = write_tokenizer(Path(folder), 300)
+        write_pooled(texts, "qwen3", "Qwen3Model", "lasttoken", normalizes=True)
+        models = {ASKED["image"]["model"]: images, ASKED["embed"]["model"]: texts}
+        flags = [f"--model={name}={model}" for name, model in models.items()]
+        flags += ["--dtype=float32", f"--state-dir={folder}/state"]
         with serve("demo", *flags) as live:
             yield f"{live.url}/v1"
 

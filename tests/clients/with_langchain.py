@@ -5,9 +5,22 @@ from typing import Any
 
 import openai
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
-from tests.clients.checks import ASKED, base_url, data_uri, image, light_call, mood, pieces_of, refused, run, same, tool
+from tests.clients.checks import (
+    ASKED,
+    base_url,
+    data_uri,
+    image,
+    light_call,
+    mood,
+    pieces_of,
+    refused,
+    run,
+    same,
+    tool,
+    vectors,
+)
 
 MODEL: Any = ChatOpenAI(
     model=ASKED["model"], base_url=base_url(), api_key="none", temperature=0, max_tokens=200, max_retries=0
@@ -60,6 +73,12 @@ def count(files: Sequence[str]) -> tuple[int, int]:
     return usage["input_tokens"], usage["input_token_details"]["cache_read"]
 
 
+def embed() -> None:
+    """Without `check_embedding_ctx_length` it sends texts, not another model's token ids."""
+    given: Any = {"model": ASKED["embed"]["model"], "base_url": base_url(), "api_key": "none"}
+    vectors(OpenAIEmbeddings(**given, check_embedding_ctx_length=False).embed_documents(ASKED["embed"]["texts"]))
+
+
 def error() -> None:
     refused(
         lambda: MODEL.bind(max_tokens=ASKED["refusal"]["max_tokens"]).invoke([question("sum")]), openai.BadRequestError
@@ -76,6 +95,7 @@ if __name__ == "__main__":
             schema=schema,
             enforced=lambda: mood(in_form("mood")),
             image=lambda: image(count, openai.BadRequestError, "messages[0].content[0].image_url.url"),
+            embed=embed,
             error=error,
         )
     )

@@ -7,7 +7,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import fetc
 
 import litellm
 
-from tests.clients.checks import ASKED, base_url, openai_checks, pieces_of, refused, run, same, user
+from tests.clients.checks import ASKED, base_url, openai_checks, pieces_of, refused, run, same, user, vectors
 
 
 def ask(**fields: Any) -> Any:
@@ -29,9 +29,16 @@ def stream() -> None:
     pieces_of([chunk.choices[0].delta.content or "" for chunk in ask(messages=[user("poem")], stream=True)])
 
 
+def embed() -> None:
+    found = litellm.embedding(
+        model=f"openai/{ASKED['embed']['model']}", input=ASKED["embed"]["texts"], api_base=base_url(), api_key="none"
+    )
+    vectors([one["embedding"] for one in found.data])
+
+
 def error() -> None:
     refused(lambda: ask(messages=[user("sum")], max_tokens=ASKED["refusal"]["max_tokens"]), litellm.BadRequestError)
 
 
 if __name__ == "__main__":
-    run(dict(chat=chat, stream=stream, error=error, **openai_checks(ask, litellm.BadRequestError)))
+    run(dict(chat=chat, stream=stream, embed=embed, error=error, **openai_checks(ask, litellm.BadRequestError)))

@@ -7,7 +7,19 @@ from typing import Any
 import openai
 from openai.types.chat import ChatCompletionChunk
 
-from tests.clients.checks import ASKED, base_url, data_uri, image, openai_checks, pieces_of, refused, run, same, user
+from tests.clients.checks import (
+    ASKED,
+    base_url,
+    data_uri,
+    image,
+    openai_checks,
+    pieces_of,
+    refused,
+    run,
+    same,
+    user,
+    vectors,
+)
 
 client = openai.OpenAI(base_url=base_url(), api_key="none", max_retries=0)
 
@@ -118,7 +130,12 @@ def error() -> None:
         raise AssertionError("no error for an unknown model")
 
 
+def embed() -> None:
+    found = client.embeddings.create(model=ASKED["embed"]["model"], input=ASKED["embed"]["texts"])
+    vectors([one.embedding for one in found.data])
+
+
 CHECKS = openai_checks(ask, openai.BadRequestError)
 
 if __name__ == "__main__":
-    run({**CHECKS, "chat": chat, "stream": stream, "image": images, "stored": stored, "error": error})
+    run({**CHECKS, "chat": chat, "stream": stream, "image": images, "stored": stored, "embed": embed, "error": error})

@@ -70,7 +70,7 @@ def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: 
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'.*supported: llama, mistral, qwen2, qwen3"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*LlamaForCausalLM"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn, longrope"),
         ({"rope_scaling": {"type": "linear"}}, "needs a `factor`"),

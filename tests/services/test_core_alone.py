@@ -23,7 +23,7 @@ PACKAGES = ("decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker"
 SATELLITES = {
     "engine": (
         "adapters", "catalogue.py", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hub.py", "hybrids",
-        "latent", "new_weights.py", "rank_group.py", "varied", "vision",
+        "latent", "pooling", "new_weights.py", "rank_group.py", "varied", "vision",
     ),
     "worker": (
         "adapters", "chunks.py", "images", "itl_goal.py", "new_weights.py", "ranks", "startup", "states", "tiers",

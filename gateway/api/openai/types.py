@@ -207,6 +207,15 @@ def _kind_of_prompt(value: object) -> str:
     return "~texts" if isinstance(first, str) else "~id_lists" if isinstance(first, list) else "~list"
 
 
+TextsOrIds = Annotated[  # a text or its token ids, or a list of such
+    Annotated[str, Tag("~one")]
+    | Annotated[Ids, Tag("~list")]
+    | Annotated[Texts, Tag("~texts")]
+    | Annotated[Many[Ids], Tag("~id_lists")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionRequest(_GenerationBody):
     """Body of POST /v1/completions."""
 
@@ -218,13 +227,7 @@ class CompletionRequest(_GenerationBody):
     }
     takes_ids = True
 
-    prompt: Annotated[
-        Annotated[str, Tag("~one")]
-        | Annotated[Ids, Tag("~list")]
-        | Annotated[Texts, Tag("~texts")]
-        | Annotated[Many[Ids], Tag("~id_lists")],
-        Discriminator(_kind_of_prompt),
-    ] = Field(description="A text or its token ids, or a list of such.")
+    prompt: TextsOrIds = Field(description="A text or its token ids, or a list of such.")
     echo: bool | None = Field(None, description="Begin each answer with its prompt; max_tokens may then be 0.")
     logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
 

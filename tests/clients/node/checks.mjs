@@ -4,11 +4,11 @@ import { readFileSync } from "node:fs";
 
 export const baseUrl = process.argv[2];
 export const ASKED = JSON.parse(readFileSync(process.argv[3], "utf8"));
-const CHECKS = ["chat", "stream", "tool", "required", "schema", "enforced", "image", "stored", "error"];
+const CHECKS = ["chat", "stream", "tool", "required", "schema", "enforced", "image", "stored", "embed", "error"];
 
 /** Runs a client's checks, one line each, and ends the script: with 1 if any failed. A text: why there is none. */
 export async function run(given) {
-  const checks = { stored: "not in its API", ...given };
+  const checks = { stored: "not in its API", embed: "not asked of it", ...given };
   let hasFailed = false;
   for (const name of CHECKS) {
     let outcome = "ok", reason = "";

@@ -379,7 +379,7 @@ def test_a_line_of_many_answers_leaves_places_free(client: openai.OpenAI, served
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"metadata": {"k": "v" * 513}}, "metadata"),

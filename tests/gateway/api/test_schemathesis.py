@@ -14,6 +14,8 @@ from tests.support.api_server import ANSWER, PLAIN, SERVED, Served, run_api
 from tests.support.tiny_tokenizer import CONTEXT
 
 ASKED = "chat/completions completions responses responses/input_tokens messages messages/count_tokens"
+# of models without answers: this one refuses them all (tests/services/test_embeddings.py)
+EMBEDDING = ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify")
 POSTS = [*(f"/v1/{path}" for path in ASKED.split()), "/tokenize", "/detokenize", "/api/chat", "/api/generate"]
 ASKING = {"model", "messages", "prompt", "input", "max_tokens", "tokens"}  # an endpoint's main fields
 GETS = ("/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/version", "/metrics")
@@ -78,7 +80,7 @@ def test_answers_to_good_requests_are_as_documented(api: Any, path: str) -> None
     assert 200 in _try(api, "POST", path, GenerationMode.POSITIVE)
 
 
-@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("path", [*POSTS, *EMBEDDING])
 def test_bad_requests_are_refused_as_documented(api: Any, path: str) -> None:
     statuses = _try(api, "POST", path, GenerationMode.NEGATIVE)
     assert all(400 <= status < 500 for status in statuses)
@@ -113,12 +115,12 @@ def test_stored_answers_are_as_documented(document: Any, tmp_path: Path, method:
 
 
 def test_every_operation_is_tried_and_every_answer_described(document: Any) -> None:
-    assert set(document["paths"]) == {*POSTS, *GETS, *(path for _, path in OF_STORED)}
+    assert set(document["paths"]) == {*POSTS, *EMBEDDING, *GETS, *(path for _, path in OF_STORED)}
     for path, methods in document["paths"].items():
         for operation in methods.values():
             content = operation["responses"]["200"]["content"]
             assert ("application/json" in content) == (path != "/metrics"), path
-            is_asked = operation is methods.get("post") and path in (*POSTS, CHAT)
+            is_asked = operation is methods.get("post") and path in (*POSTS, *EMBEDDING, CHAT)
             assert ("requestBody" in operation) == is_asked
     schemas, text = document["components"]["schemas"], json.dumps(document)
     assert set(schemas["ChatCompletionRequest"]["required"]) == {"model", "messages"}

@@ -152,6 +152,12 @@ await run({
     await storedResponses();
     await storedChats();
   },
+  embed: async () => {
+    const { data } = await client.embeddings.create({ model: ASKED.embed.model, input: ASKED.embed.texts });
+    const [first, second, third] = data.map((one) => one.embedding);
+    const distance = (one, other) => Math.max(...one.map((number, at) => Math.abs(number - other[at])));
+    assert.ok(distance(first, second) < 1e-4 && distance(first, third) > 1e-2);
+  },
   error: () =>
     refused(() => ask({ messages: [user("sum")], max_tokens: ASKED.refusal.max_tokens }), OpenAI.BadRequestError),
 });
