@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
+import ollama
 import openai
 import pytest
 
@@ -72,6 +73,22 @@ def test_what_serves(live: Live) -> None:
     assert chat.status_code == 400 and "makes embeddings" in chat.json()["error"]["message"]
     wrong = post(live, "/v1/embeddings", model="pairs", input="x")
     assert wrong.status_code == 400 and "scores of pairs" in wrong.json()["error"]["message"]
+
+
+def test_ollama_client(live: Live, expected: list[Any]) -> None:
+    client = ollama.Client(live.url)
+    found = client.embed("decoder:latest", TEXTS[:4])
+    assert all(cosine(one, own) > SAME for one, own in zip(found.embeddings, expected, strict=False))
+    assert len(found.embeddings) == 4 and found.prompt_eval_count and found.total_duration
+    assert cosine(client.embeddings("decoder", TEXTS[3]).embedding, expected[3]) > SAME
+    (cut,) = client.embed("decoder", "word " * 2000, dimensions=8).embeddings
+    assert len(cut) == 8
+    assert client.embed("decoder", []).embeddings == [], "whether the model is there"
+    with pytest.raises(ollama.ResponseError, match="shorten it"):
+        client.embed("decoder", "word " * 500, truncate=False)
+    with pytest.raises(ollama.ResponseError, match="scores of pairs"):
+        client.embed("pairs", "x")
+    assert client.show("decoder").capabilities == ["embedding"]
 
 
 def test_openai_client(live: Live, expected: list[Any]) -> None:

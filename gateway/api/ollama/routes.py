@@ -1,7 +1,8 @@
 """The endpoints of Ollama's API. Those that would fetch, change or delete models are refused."""
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.access import warning_headers
-from gateway.api.http.answer import json_response, respond
+from gateway.api.embeddings.routes import FIELD_COST, Asked
+from gateway.api.http.answer import encode, json_response, respond
 from gateway.api.http.errors import OLLAMA_PATH
 from gateway.api.http.read_body import limited_route
-from gateway.api.ollama.types import ChatRequest, PlainRequest, ShowRequest
+from gateway.api.ollama.types import ChatRequest, EmbedBody, OldEmbedBody, PlainRequest, ShowRequest
 from gateway.api.ollama.writer import OllamaAnswer, OllamaWriter, build_answer
+from gateway.embeddings.embed import Floats, embed, find_pooling
 from gateway.errors import bad_request
 from gateway.request.check import check
 from gateway.request.prepare import ServedModel, ServedModels
@@ -35,10 +38,7 @@ _INFO = {  # names in model_info, behind the family |-> in config.json
     "vocab_size": "vocab_size",
 }
 _CHOSEN = "models are chosen when the service starts, by baton serve --model"
-_REFUSED: Mapping[str, str] = {  # path |-> why
-    **dict.fromkeys(("pull", "push", "create", "copy", "delete", "blobs/{digest}"), _CHOSEN),
-    **dict.fromkeys(("embed", "embeddings"), "this service makes no embeddings"),
-}
+_REFUSED = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 
 
 def add_ollama(app: FastAPI, served: ServedModels) -> None:
@@ -81,16 +81,48 @@ def add_ollama(app: FastAPI, served: ServedModels) -> None:
     async def get_version() -> Response:
         return json_response({"version": API_VERSION})
 
-    for path, why in _REFUSED.items():
-        _refuse(router, path, why)
+    @router.post("/embed", include_in_schema=False)
+    async def embed_texts(body: EmbedBody, request: Request) -> Response:
+        def build(rows: list[list[float]], num_tokens: int) -> dict[str, Any]:
+            total = int((time.perf_counter() - request.state.arrived_s) * 1e9)
+            durations = {"total_duration": total, "load_duration": 1, "prompt_eval_count": num_tokens}
+            return {"model": body.model, "embeddings": rows, **(durations if rows else {})}
+
+        return await _embed(served, request, body, build)
+
+    @router.post("/embeddings", include_in_schema=False)
+    async def embed_text(body: OldEmbedBody, request: Request) -> Response:
+        return await _embed(served, request, body, lambda rows, _: {"embedding": rows[0] if rows else []})
+
+    for path in _REFUSED:
+        _refuse(router, path)
     app.include_router(router)
     app.state.answers |= dict.fromkeys((f"{OLLAMA_PATH}/chat", f"{OLLAMA_PATH}/generate"), OllamaAnswer)
 
 
-def _refuse(router: APIRouter, path: str, why: str) -> None:
+async def _embed(
+    served: ServedModels, request: Request, body: EmbedBody | OldEmbedBody,
+    build: Callable[[list[list[float]], int], dict[str, Any]],
+) -> Response:  # fmt: skip
+    """`build`: the answer, of all vectors and how many tokens were read. Raises ApiError, ClientDisconnect."""
+    _, name = _find(served, body.model, request)
+    asked, rows, num_tokens = Asked(served, request, body.raw(name)), list[Floats](), 0
+    find_pooling(asked.served, name, asked.raw.tasks)
+    if asked.raw.texts:
+        found = await asked.run(lambda: embed(asked.served, asked.raw, asked.id, *asked.usual, asked.hold))
+        rows, num_tokens = found.rows, found.num_tokens
+
+    def write(_: object) -> bytes:
+        return encode(build([row.tolist() for row in rows], num_tokens))
+
+    cost = FIELD_COST * sum(map(len, rows))
+    return json_response(await asked.served.offload.run(cost, write, request.state.key.name))
+
+
+def _refuse(router: APIRouter, path: str) -> None:
     @router.api_route(f"/{path}", methods=["DELETE" if path == "delete" else "POST"], include_in_schema=False)
     async def refuse() -> Response:
-        raise bad_request(f"{OLLAMA_PATH}/{path} is not supported: {why}", None, "unsupported")
+        raise bad_request(f"{OLLAMA_PATH}/{path} is not supported: {_CHOSEN}", None, "unsupported")
 
 
 def _find(served: ServedModels, given: str, request: Request) -> tuple[ServedModel, str]:
@@ -141,7 +173,11 @@ def _describe(name: str, one: ServedModel) -> dict[str, Any]:
     tokenizer, tagged = one.tokenizer, name if ":" in name else name + _TAG
     size, format, config = _weigh(tokenizer.folder)
     family, quantised = str(tokenizer.config.get("model_type", "")), tokenizer.config.get("quantization_config")
-    abilities = {"completion": True, "tools": one.tool_format, "vision": one.images, "thinking": one.reasoning}
+    is_chat = tokenizer.pooling is None
+    abilities = {
+        "completion": is_chat, "embedding": not is_chat, "tools": is_chat and one.tool_format, "vision": one.images,
+        "thinking": is_chat and one.reasoning,
+    }  # fmt: skip
     return {
         "name": tagged,
         "model": tagged,

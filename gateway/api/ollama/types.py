@@ -21,6 +21,7 @@ from gateway.api.http.body import (
     warned,
 )
 from gateway.api.openai.chat_types import TOOLS_FIELD, Tools, raw_tools
+from gateway.embeddings.embed import MAX_TEXTS, EmbedRequest
 from gateway.errors import bad_request
 from gateway.images.parts import ImagePart
 from gateway.request.rules import MAX_MESSAGES, MAX_STOP_STRINGS
@@ -256,6 +257,37 @@ class ShowRequest(Body):
 
     model: str | None = None
     name: str | None = Field(None, description="What older clients call it.")
+
+
+class EmbedBody(Body):
+    """Body of POST /api/embed. Without texts it asks whether the model is there."""
+
+    ignored = {**any_value("options"), **warned("keep_alive")}
+
+    model: str
+    input: TextOr[Texts] | None = Field(None, description=f"A text, or up to {MAX_TEXTS}.")
+    truncate: bool | None = Field(None, description="Cut texts that are too long; true if not given.")
+    dimensions: int | None = Field(None, description="The first so many numbers of each vector (Matryoshka).")
+
+    def raw(self, name: str) -> EmbedRequest:
+        """The request without its wire format. `name`: of the model."""
+        texts = [self.input] if isinstance(self.input, str) else self.input or []
+        params = ["input"] if isinstance(self.input, str) else [f"input[{at}]" for at in range(len(texts))]
+        truncate = None if self.truncate is False else -1
+        return EmbedRequest(name, texts, params, dimensions=self.dimensions, truncate=truncate)
+
+
+class OldEmbedBody(Body):
+    """Body of POST /api/embeddings, of older clients."""
+
+    ignored = EmbedBody.ignored
+
+    model: str
+    prompt: str | None = None
+
+    def raw(self, name: str) -> EmbedRequest:
+        """As EmbedBody's."""
+        return EmbedRequest(name, [self.prompt] if self.prompt else [], ["prompt"] if self.prompt else [], truncate=-1)
 
 
 def read_images(files: Sequence[str] | None, path: str) -> list[ImagePart]:
