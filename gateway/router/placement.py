@@ -225,7 +225,7 @@ def count_places(workers: Sequence[WorkerView]) -> tuple[int, int]:
 def explain_no_hand_off(workers: Sequence[WorkerView], local_prefill_max_tokens: int | None) -> str:
     """Why decode workers compute all prompts although prefill workers are alive, and how to change it; or empty."""
     alive = [view for view in workers if view.is_alive]
-    prefills = [view for view in alive if view.role == "prefill"]
+    prefills = [view for view in alive if view.role == "prefill" and not view.embeds]
     for decode in (view for view in alive if view.role == "decode"):
         if not _all_share_cores(decode, [view for view in prefills if view.partners == decode.partners]):
             return ""

@@ -65,6 +65,7 @@ def expected(live: Live, folders: dict[str, Path]) -> list[Any]:
 
 def test_what_serves(live: Live) -> None:
     assert {one["role"] for one in live.status()} == {"prefill"} and len(live.status()) == 4
+    assert not HTTP.get(f"{live.url}/status", timeout=HTTP_S).json()["no_hand_off"], "there is none to see"
     listed = HTTP.get(f"{live.url}/v1/models", timeout=HTTP_S).json()["data"]
     assert [(one["id"], one["task"], one["max_model_len"]) for one in listed] == [
         ("decoder", "embed", 399), ("pairs", "score", 398),
