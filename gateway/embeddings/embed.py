@@ -26,6 +26,7 @@ from wire.sampling import SamplingParams
 
 MAX_TEXTS = 2048  # of a request, as in OpenAI's API
 MAX_TEXT_BYTES = 1 << 20  # of a text that is cut; others have as many as fit the model (request/rules.py)
+MAX_ALL_BYTES = 8 << 20  # of all texts, where a query counts with each document: a body need not be that large
 AT_ONCE = 64  # texts that are tokenised before it is looked whether somebody still waits
 NO_SAMPLING = SamplingParams(temperature=0.0)
 
@@ -112,6 +113,7 @@ def _check(raw: EmbedRequest, pooling: Pooling, tokenizer: Tokenizer) -> None:
         rules.check_range("priority", raw.priority, 0, rules.LAST_PRIORITY)
     if raw.deadline_ms is not None:
         rules.check_range("deadline_ms", raw.deadline_ms, 1, rules.MAX_DEADLINE_MS)
+    num_left = MAX_ALL_BYTES
     for text, own in zip(raw.texts, raw.params, strict=True):
         if not text or (isinstance(text, tuple) and not all(text)):
             raise bad_request(f"{own} is empty; leave it out", own)
@@ -120,6 +122,10 @@ def _check(raw: EmbedRequest, pooling: Pooling, tokenizer: Tokenizer) -> None:
             if raw.truncate is None:
                 rules.check_text_bytes(num_bytes, own, tokenizer.context_tokens)
             check_count(own, num_bytes, MAX_TEXT_BYTES, "bytes")
+            num_left -= num_bytes
+            if num_left < 0:
+                both = "; the query counts with each document" if isinstance(text, tuple) else ""
+                raise bad_request(f"the texts up to {own} have more than {MAX_ALL_BYTES >> 20} MiB{both}", param)
         else:
             rules.check_vocabulary(text, own, tokenizer.vocab_size)
 

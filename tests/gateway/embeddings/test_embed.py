@@ -78,6 +78,7 @@ def test_cut_texts_keep_what_is_around_them(tmp_path: Path) -> None:
         (([5] * 901,), {}, "input[0]"),
         (("x" * 20_000,), {}, "input[0]"),
         (("x" * (2 << 20),), {"truncate": 5}, "input[0]"),
+        ([("q" * (1 << 19), "a")] * 17, {"truncate": 5}, "input"),
         (("a",), {"truncate": 0}, "truncate_prompt_tokens"),
         (("a",), {"truncate": 901}, "truncate_prompt_tokens"),
         (("a",), {"prompt_name": "query"}, "prompt_name"),
