@@ -15,6 +15,7 @@ Pool = Literal["last", "cls", "mean"]  # which of a text's rows become its vecto
 Activation = Literal["none", "sigmoid", "softmax"]
 
 CLASSIFIER, BASE = "ForSequenceClassification", "Model"  # how names of architectures end that have no answers
+CAUSAL = "LMHeadModel"  # but GPT-2's, which answers
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "mpnet", "distilbert")  # model_types
 SHIFTED = ("roberta", "xlm-roberta", "camembert", "mpnet")  # their positions begin after pad_token_id
 POOLS: Mapping[str, Pool] = {"lasttoken": "last", "cls": "cls", "cls_token": "cls", "mean": "mean"}
@@ -78,7 +79,7 @@ def read_pooling(folder: Path) -> Pooling | None:
             given = config.get("classifier_from_token")
             no, yes = given if isinstance(given, list) and len(given) == 2 else (NO, YES)
             found = replace(plain, task="score", answers=(yes, no), activation="sigmoid")
-        elif is_encoder or name.endswith(BASE):
+        elif is_encoder or (name.endswith(BASE) and not name.endswith(CAUSAL)):
             found = replace(plain, normalizes=not is_encoder)
         else:
             return None

@@ -90,7 +90,7 @@ def load_encoder(
 
 def build_forwards(folder: Path, model: Decoder) -> PooledForwards | None:
     """What makes vectors of the model's rows; None if it answers. ValueError names a file that cannot be used."""
-    pooling = read_pooling(folder)
+    pooling = read_pooling(folder) if (folder / "config.json").is_file() else None  # else: random weights
     if pooling is None:
         return None
     is_native, device = isinstance(model.config, ModelConfig), model.device
