@@ -34,7 +34,7 @@ class Host(MemoryChannel):
     def __init__(self, name: str, build: Callable[[str, int], LiveChannel]) -> None:
         """`build`: a worker of this incarnation and revision, an index into REVISIONS, with nothing in its pool."""
         self.revision = 0
-        self.num_lives = self.num_upgrades = 0
+        self.num_lives = 0
         self._busy_s = 0.0  # of earlier lives
         self.channel: LiveChannel | None = None
         self._name = name
@@ -44,7 +44,6 @@ class Host(MemoryChannel):
 
     def start(self) -> None:
         self.num_lives += 1
-        self.num_upgrades = self.revision
         self.channel = self._build(f"{self._name}#{self.num_lives}", self.revision)
 
     def find_busy_s(self) -> float:

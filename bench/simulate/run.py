@@ -161,7 +161,7 @@ class Simulation:
             outcome.busy_s.setdefault(role, []).append(host.find_busy_s())
         outcome.num_preemptions = sum(worker.scheduler.num_preemptions for worker in self._workers.values())
         outcome.num_deaths = self._operator.num_deaths
-        outcome.upgraded = sum(host.num_upgrades for host in self.hosts.values()) / len(self.hosts)
+        outcome.upgraded = sum(worker.revision for worker in self._workers.values()) / len(self._workers)
         outcome.num_choices, outcome.choosing_s = self._placer.num_choices, self._placer.choosing_s
         outcome.ran_s = time.perf_counter() - began
         return outcome

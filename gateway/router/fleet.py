@@ -103,8 +103,9 @@ class Fleet:
                 self._assign(worker)
         if not self.parts:
             for worker in self.workers():
-                if worker.view() is not self._looked_at.get(worker):
-                    self._looked_at[worker] = worker.view()
+                view = worker.view()
+                if view is not self._looked_at.get(worker):
+                    self._looked_at[worker] = view
                     self._report_mismatches(worker)
             self._report_outage()
 
@@ -120,10 +121,10 @@ class Fleet:
         stray = ""
         if worker.model != model:
             stray = f"serves {model or 'a model that it does not name'}, this gateway has {', '.join(self.parts)}"
-            if stray != worker.stray_because:
-                log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
         if stray != worker.stray_because:
             worker.stray_because = stray
+            if stray:
+                log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
 
     def _adopt(self, worker: WorkerClient) -> None:
         """It serves this part's model from now on."""

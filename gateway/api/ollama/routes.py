@@ -107,10 +107,11 @@ async def _embed(
     """`build`: the answer, of all vectors and how many tokens were read. Raises ApiError, ClientDisconnect."""
     _, name = _find(served, body.model, request)
     asked, rows, num_tokens = Asked(served, request, body.raw(name)), list[Floats](), 0
-    find_pooling(asked.served, name, asked.raw.tasks)
     if asked.raw.texts:
         found = await asked.run(lambda: embed(asked.served, asked.raw, asked.id, *asked.usual, asked.hold))
         rows, num_tokens = found.rows, found.num_tokens
+    else:
+        find_pooling(asked.served, name, asked.raw.tasks)
 
     def write(_: object) -> bytes:
         return encode(build([row.tolist() for row in rows], num_tokens))
