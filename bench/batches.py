@@ -1,16 +1,20 @@
-"""What a batch costs streams beside it: gaps between their tokens, in turn without and with 200 lines, on one service.
+"""What work without a reader costs streams beside it: gaps between their tokens, in turn without and with it.
 
-python -m bench.batches --model smollm2
+python -m bench.batches --model smollm2                             # a batch of 200 lines
+python -m bench.batches --embeds minilm --pinned    # texts for an embedding model, which has a worker of its own
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +24,9 @@ from tests.support.live import serve
 NUM_LINES, NUM_STREAMS = 200, 4
 LINE_TOKENS, STREAM_TOKENS = 48, 500
 CHATS = "/v1/chat/completions"
+
+
+Beside = Callable[[httpx.AsyncClient, str, int], AbstractAsyncContextManager[list[int]]]
 
 
 def quantile(gaps: Sequence[float], share: float) -> float:
@@ -69,27 +76,56 @@ async def cancel(client: httpx.AsyncClient, batch: str) -> int:
     return int(now["request_counts"]["completed"])
 
 
-async def measure(url: str, num_rounds: int) -> None:
+@asynccontextmanager
+async def batch_beside(client: httpx.AsyncClient, model: str, seed: int) -> AsyncIterator[list[int]]:
+    """While it is entered a batch runs. Yields what will hold how many lines were answered."""
+    answered: list[int] = []
+    batch = await begin(client, model, seed)
+    yield answered
+    answered.append(await cancel(client, batch))
+
+
+@asynccontextmanager
+async def texts_beside(client: httpx.AsyncClient, model: str, seed: int) -> AsyncIterator[list[int]]:
+    """While it is entered four callers send 32 texts a request, and no text twice. Yields what will hold how many."""
+    answered: list[int] = []
+
+    async def call(caller: int) -> None:
+        for number in count():
+            texts = [f"{seed}, {caller}, {number}: " + f"text {text} of a river and a mill " * 14 for text in range(32)]
+            (await client.post("/v1/embeddings", json={"model": model, "input": texts})).raise_for_status()
+            answered.append(len(texts))
+
+    callers = [asyncio.create_task(call(caller)) for caller in range(4)]
+    yield answered
+    for caller in callers:
+        caller.cancel()
+    ended = await asyncio.gather(*callers, return_exceptions=True)
+    assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
+
+
+async def measure(url: str, num_rounds: int, beside: Beside) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        models = [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+        model, other = models[0], models[-1]
         await stream(client, model, 0)
         ratios: dict[str, list[float]] = {"p50": [], "p99": []}
         for number in range(num_rounds):
             found: dict[bool, list[float]] = {}
             num_answered = 0
-            for has_batch in (False, True) if number % 2 else (True, False):
-                batch = await begin(client, model, number) if has_batch else ""
-                streams = await asyncio.gather(*(stream(client, model, index) for index in range(NUM_STREAMS)))
-                found[has_batch] = [gap for gaps in streams for gap in gaps]
-                if batch:
-                    num_answered = await cancel(client, batch)
+            for is_busy in (False, True) if number % 2 else (True, False):
+                async with beside(client, other, number) if is_busy else nullcontext([]) as counted:
+                    streams = await asyncio.gather(*(stream(client, model, index) for index in range(NUM_STREAMS)))
+                found[is_busy] = [gap for gaps in streams for gap in gaps]
+                if is_busy:
+                    num_answered = sum(counted)
             for name, share in (("p50", 0.5), ("p99", 0.99)):
                 ratios[name].append(quantile(found[True], share) / quantile(found[False], share))
             both = [
                 f"{name} {quantile(found[False], q):.2f} {quantile(found[True], q):.2f}"
                 for name, q in (("p50", 0.5), ("p99", 0.99))
             ]
-            print(f"{', '.join(both)} ms; {num_answered} lines beside", flush=True)
+            print(f"{', '.join(both)} ms; {num_answered} beside", flush=True)
         print(
             {
                 name: [round(value, 3) for value in (min(some), statistics.median(some), max(some))]
@@ -98,13 +134,27 @@ async def measure(url: str, num_rounds: int) -> None:
         )
 
 
+def pin(pids: Sequence[int]) -> None:
+    """Each process, with its threads, to a core of its own."""
+    for core, pid in zip(sorted(os.sched_getaffinity(0)), pids, strict=False):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--embeds", help="an embedding model: texts for it, and no batch")
+    parser.add_argument("--pinned", action="store_true", help="each worker to one core")
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, serve(given.model, f"--batch-dir={folder}", hands_over=False) as live:
-        asyncio.run(measure(live.url, given.rounds))
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [f"--model={given.embeds}"] if given.embeds else [f"--batch-dir={folder}"]
+        flags += ["--threads=1"] if given.pinned else []
+        with serve(given.model, *flags, hands_over=False) as live:
+            if given.pinned:
+                pin([pid for name, pid in live.pids.items() if name != "gateway"])
+            asyncio.run(measure(live.url, given.rounds, texts_beside if given.embeds else batch_beside))
 
 
 if __name__ == "__main__":
