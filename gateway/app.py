@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from gateway.access.allowance import LIMIT_HEADERS
+from gateway.adapters.registry import Adapter
 from gateway.api.access import REQUEST_ID_HEADER, WARNING_HEADER
 from gateway.api.embeddings.routes import add_embeddings
 from gateway.api.http.access import Access
@@ -25,7 +26,6 @@ from gateway.images.reader import Images
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.request.rules import ServedNames
-from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
 from gateway.text.offload import Offload
 from gateway.text.segments import SegmentEncoder

@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from gateway.access.key_file import KeyFile
 from gateway.access.keys import Keys
+from gateway.adapters.link import LinkedAdapters
+from gateway.adapters.loader import AdapterLoader
 from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, bound_connections, build_interceptors
 from gateway.api.http.connection import ServerConfig
@@ -25,19 +27,24 @@ from gateway.app import add_model, build_app
 from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
+from gateway.embeddings.attempt import EmbeddingAttempt
 from gateway.loop_watch import LoopWatch
 from gateway.metrics import ModelMetrics
+from gateway.policies.forecast import Forecast
+from gateway.policies.homes import Homes
+from gateway.policies.local_prefill import choose_local_prefill
+from gateway.policies.rollout import Rollout
+from gateway.policies.session_gaps import SessionGaps
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
-from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.admission import Admission
+from gateway.router.attempt import Attempt
 from gateway.router.fleet import Fleet
-from gateway.router.model_gate import ModelGate
 from gateway.router.placer import Placer
-from gateway.router.rollout import Rollout
 from gateway.router.router import Router
 from gateway.router.worker_view import Role
 from gateway.scaling.autoscaling import FleetMetrics, Goals
 from gateway.scaling.discovery import Discovery
+from gateway.scaling.model_gate import ModelGate
 from gateway.scaling.role_keeper import RoleKeeper
 from gateway.scaling.sleepers import Sleepers
 from gateway.scaling.weights import WeightKeeper
@@ -139,7 +146,8 @@ async def _serve(
     await discovery.start()
     following = [asyncio.create_task(return_freed_memory())]
     following += _follow_roles(config, fleet, routers, runs)
-    following += await _follow_sleep(config, fleet, [router.model for router in routers.values()])
+    gates = [router.model for router in routers.values() if isinstance(router.model, ModelGate)]
+    following += await _follow_sleep(config, fleet, gates)
     if tls:
         following.append(asyncio.create_task(tls.follow()))
     if key_file:
@@ -265,9 +273,8 @@ def _build_models(
         model = ModelGate(fleet.changes, name if can_sleep or labelled else "")
         embeds = tokenizer.pooling is not None
         router = routers[name] = _build_router(config, own_fleet, own_registry, shutdown, model, rollout, embeds)
-        loaders[name] = AdapterLoader(own_fleet, own_registry)
-        adapters = own_fleet.adapters.named
-        add_model(served, router, tokenizer, names, own_registry, tracing, adapters)
+        loader = loaders[name] = AdapterLoader(own_fleet, own_registry)
+        add_model(served, router, tokenizer, names, own_registry, tracing, loader.adapters.named)
     if labelled is not None:
         registry.register(labelled)
     return served, routers, loaders
@@ -287,9 +294,10 @@ def _build_fleet(
                 addresses.append(text)
     open_channel = partial(trust.open_channel, dns_server=config.dns_server)
     longest = max(tokenizer.context_tokens for tokenizer in tokenizers.values())
-    fleet = Fleet(fixed["prefill"], fixed["decode"], config.heartbeat_s, config.stall_s, longest, open_channel)
+    limits = config.heartbeat_s, config.stall_s, longest
+    fleet = Fleet(fixed["prefill"], fixed["decode"], *limits, open_channel, adapters=LinkedAdapters())
     for model, tokenizer in tokenizers.items() if len(tokenizers) > 1 else ():
-        fleet.add_part(model, tokenizer.context_tokens)
+        fleet.add_part(model, tokenizer.context_tokens, LinkedAdapters())
     return fleet, Discovery(fleet, names, config.dns_server, registry)
 
 
@@ -328,7 +336,8 @@ def _build_router(
     """What sends requests to workers of one model. embeds: texts, to prefill workers, which wait for no others' KV."""
     expects_prefill = bool(config.prefill) and not embeds
     uses_cache, no_prefill = config.cache_routing and not embeds, "fallback" if embeds else config.no_prefill
-    placer = Placer(config.local_prefill_max_tokens, uses_cache, no_prefill, expects_prefill, rollout)
+    local_prefill = choose_local_prefill(config.local_prefill_max_tokens)
+    placer = Placer(local_prefill, uses_cache, no_prefill, expects_prefill, rollout, Homes())
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
     router = Router(
         fleet,
@@ -339,6 +348,9 @@ def _build_router(
         bool(config.itl_goal_ms),
         placer,
         model=model,
+        keep_times=SessionGaps(),
+        expectations=Forecast(),
+        begin=EmbeddingAttempt if embeds else Attempt,
     )
     registry.register(FleetMetrics(router.queue, lambda: router.admission.num_waiting, goals))
     return router

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.simulate.channels import REVISIONS, BothChannel, WorkerChannel
 from bench.simulate.virtual_time import MemoryChannel, refusal
-from gateway.router.rollout import Rollout
+from gateway.policies.rollout import Rollout
 
 DRAIN_S = 300.0  # after which a worker ends with whatever it has
 WAVES = 20  # of a rollout

@@ -28,6 +28,11 @@ from bench.simulate.virtual_time import VirtualLoop
 from bench.simulate.worker import Limits, SimWorker
 from bench.simulate.workload import Conversation
 from gateway.errors import ApiError
+from gateway.policies.forecast import Forecast
+from gateway.policies.homes import Homes
+from gateway.policies.local_prefill import choose_local_prefill
+from gateway.policies.rollout import Rollout
+from gateway.policies.session_gaps import SessionGaps
 from gateway.router import fleet as gateway_fleet
 from gateway.router.admission import Admission
 from gateway.router.engine_client import TokenizedRequest
@@ -35,7 +40,6 @@ from gateway.router.placement import Placement, Wait
 from gateway.router.placer import Held, Placer
 from gateway.router.readiness import Unready
 from gateway.router.request import Request
-from gateway.router.rollout import Rollout
 from gateway.router.router import Router
 from gateway.router.worker_view import WorkerView
 from gateway.scaling.role_keeper import RoleKeeper
@@ -114,7 +118,9 @@ class Simulation:
             prefills, decodes, HEARTBEAT_S, FOR_EVER, 0, lambda address, _name="": channels[address], self._loop.time
         )
         rollout = Rollout()
-        self._placer = TimedPlacer(fleet.local_prefill_max_tokens, fleet.uses_cache, rollout=rollout)
+        self._placer = TimedPlacer(
+            choose_local_prefill(fleet.local_prefill_max_tokens), fleet.uses_cache, revisions=rollout, homes=Homes()
+        )
         self._operator = Operator([*self.hosts.values()], fleet.troubles, rollout)
         self._router = Router(
             self._fleet,
@@ -125,6 +131,8 @@ class Simulation:
             False,
             self._placer,
             self._loop.time,
+            keep_times=SessionGaps(),
+            expectations=Forecast(),
         )
 
     def _build(self, address: str, incarnation: str, revision: int) -> LiveChannel:

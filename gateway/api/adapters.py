@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
+from gateway.adapters.loader import AdapterLoader
 from gateway.api.http.access import admin_only
 from gateway.api.http.body import Body, any_value
 from gateway.api.http.read_body import limited_route
 from gateway.errors import bad_request, check_count
 from gateway.request.prepare import ServedModels
-from gateway.router.adapter_loader import AdapterLoader
 from runtime.config_parts import MAX_NAME_CHARS
 
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -13,8 +13,8 @@ from gateway.api.http.access import admin_only
 from gateway.api.http.answer import json_response
 from gateway.api.http.read_body import limited_route
 from gateway.errors import bad_request
+from gateway.policies.rollout import Rollout
 from gateway.request.prepare import ServedModels
-from gateway.router.rollout import Rollout
 from gateway.router.worker_view import WorkerView
 from runtime.config_parts import check_shares
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar, cast, get_args
 
 import pydantic_core
 
+from gateway.adapters.registry import Adapter
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
 from gateway.request.types import AnswerForm, GenerateRequest
-from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Grammar, Speculation
 from gateway.tools.json_schema import check_enforced
 from runtime.config_parts import ANY_NAME, MAX_NAME_CHARS

@@ -33,12 +33,7 @@ class Attempt:
     """
 
     def __init__(
-        self,
-        request: Request,
-        waiter: Waiter,
-        queue: Queue,
-        record: AttemptRecord,
-        clock: Callable[[], float],
+        self, request: Request, waiter: Waiter, queue: Queue, record: AttemptRecord, clock: Callable[[], float]
     ) -> None:
         """`record`: filled in."""
         assert waiter.places is not None

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from gateway.router.adapters import AdapterRegistry
 from gateway.router.changes import Changes
 from gateway.router.decode_client import DecodeClient
+from gateway.router.interfaces import Adapters
 from gateway.router.prefill_client import PrefillClient
 from gateway.router.worker_client import Identity, WorkerClient
 from gateway.router.worker_keys import KeyIndex
@@ -38,6 +38,7 @@ class Fleet:
         open_channel: OpenChannel = rpc.open_channel,
         clock: Callable[[], float] = time.monotonic,
         changes: Changes | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """`context_tokens`: the longest prompt and answer that this gateway accepts. `changes`: of the whole fleet."""
         self._limits = heartbeat_s, stall_s
@@ -52,7 +53,8 @@ class Fleet:
         self._looked_at: dict[WorkerClient, WorkerView] = {}
         self._compared: set[Identity] = set()  # workers compared with all others in the set
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
-        self.adapters = AdapterRegistry(self._wake_all)
+        self.adapters = adapters or Adapters()
+        self.adapters.on_change = self._wake_all
         self.replaced: set[str] = set()  # fingerprints of weights: whoever has them gets others (scaling/weights.py)
         self._index = KeyIndex()
         self.prefill: dict[str, PrefillClient] = {}
@@ -62,9 +64,9 @@ class Fleet:
         for address in decode:
             self.join("decode", address)
 
-    def add_part(self, model: str, context_tokens: int) -> "Fleet":
+    def add_part(self, model: str, context_tokens: int, adapters: Adapters | None = None) -> "Fleet":
         """The workers of one of several models, as they say that they serve it. Before `start`."""
-        parts = *self._limits, context_tokens, self._open_channel, self._clock, self.changes
+        parts = *self._limits, context_tokens, self._open_channel, self._clock, self.changes, adapters
         part = self.parts[model] = Fleet((), (), *parts)
         part._log = log.bind(model=model)
         return part
@@ -140,24 +142,6 @@ class Fleet:
         (self.prefill if worker.role == "prefill" else self.decode).pop(worker.address)
         self._compared.discard(worker.identity)
         self._looked_at.pop(worker, None)
-
-    def set_leaving(self, role: Role, address: str, is_leaving: bool) -> None:
-        """Whether the worker gets no new requests, as DNS does not name it any more."""
-        worker = self.of_role(role)[address]
-        if worker.is_leaving != is_leaving:
-            worker.is_leaving = is_leaving
-            self.changes.mark()
-
-    def mark_duplicates(self) -> None:
-        """A worker with two addresses gets requests at the first that answers, as long as that does."""
-        firsts: dict[Identity, str] = {}  # worker |-> address
-        for worker in self.workers():
-            first = worker.address
-            if worker.find_stall() is None and not worker.is_leaving:
-                first = firsts.setdefault(worker.identity, first)
-            duplicate_of = first if first != worker.address else ""
-            if duplicate_of != worker.duplicate_of:
-                worker.duplicate_of = duplicate_of
 
     def _report_mismatches(self, worker: WorkerClient) -> None:
         """Log once, naming both values, whether it refuses what we accept, or cannot exchange pages with another one.

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from gateway.router.local_prefill import Rate, prefers_local
+from gateway.router.policies import LocalPrefill
 from gateway.router.readiness import Unready, find_no_vision, find_unready
 from gateway.router.worker_view import Role, WorkerView
 from runtime.config_parts import NoPrefill
@@ -34,10 +34,6 @@ MANY = 64  # workers: of more, those that may be the best are looked for first
 DRAWN = 8  # of these, of each role, by chance; as many of those that have most of a prompt
 LEAST_LENT = 512  # tokens: for fewer a worker does not ask another one
 HOME_TOKENS = 512  # a chunk: four more sequences at a decode worker, or one prompt at a prefill worker, outweigh it
-NO_HAND_OFF = (
-    "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
-    "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
-)
 NO_PREFILL = "no prefill worker is alive"
 TAKES_BOTH = "the decode worker takes prompts, too, and no other one is better"
 SPARE_PAGES = 0.25  # of a pool: with fewer free, requests of no hurry could take pages from running ones
@@ -68,9 +64,7 @@ class Need:
     """What one request needs of workers, and what they probably have for it."""
 
     num_missing: int  # positions whose KV it needs
-    # The decode worker prefills so many by itself. None: any number where all prefill workers would take the cores away
-    # that it computes with (`share_cores`); on GPUs what is cheaper there by measured costs (local_prefill.py); else 0.
-    local_prefill_max_tokens: int | None = None
+    local_prefill: LocalPrefill = field(default_factory=LocalPrefill)
     avoid: frozenset[str] = frozenset()  # incarnations that failed this request before
     # incarnation |-> tokens of the prompt whose KV is there, in whole pages
     cached: Mapping[str, int] = field(default_factory=dict)
@@ -184,9 +178,7 @@ def _place_at(
     is_lent = need.can_borrow(decode) and lender not in partners
     num_cached = need.num_lent if is_lent else need.find_there(decode)
     num_lacking = need.num_missing - num_cached
-    limit, why = need.local_prefill_max_tokens, "within --local-prefill-max-tokens"
-    if limit is None:
-        limit, why = _find_limit(decode, partners or known, num_lacking)
+    limit, why = need.local_prefill.choose(decode, partners or known, num_lacking)
     is_within = num_lacking <= limit
     is_short = is_within or (num_cached > 0 and num_lacking < decode.page_tokens)
     lent = (lender, num_lent) if is_lent else (None, 0)
@@ -200,7 +192,6 @@ def _place_at(
         return None
     if prefill.incarnation == decode.incarnation:
         return Placement(decode, None, NO_LIMIT, num_cached, False, TAKES_BOTH, *lent)
-    why = why if need.local_prefill_max_tokens is None else ""
     lent = _find_lender(prefill, lenders, need)
     return Placement(decode, prefill, limit, need.find_there(decode), False, why, *lent)
 
@@ -220,45 +211,6 @@ def count_places(workers: Sequence[WorkerView]) -> tuple[int, int]:
     decodes = [view for view in workers if view.answers and view.is_alive]
     spare = [view for view in decodes if _has_room(view) and view.free_pages > SPARE_PAGES * view.num_pages]
     return sum(view.max_running for view in decodes), sum(max(view.max_running - view.num_running, 0) for view in spare)
-
-
-def explain_no_hand_off(workers: Sequence[WorkerView], local_prefill_max_tokens: int | None) -> str:
-    """Why decode workers compute all prompts although prefill workers are alive, and how to change it; or empty."""
-    alive = [view for view in workers if view.is_alive]
-    prefills = [view for view in alive if view.role == "prefill" and not view.embeds]
-    for decode in (view for view in alive if view.role == "decode"):
-        if not _all_share_cores(decode, [view for view in prefills if view.partners == decode.partners]):
-            return ""
-    return NO_HAND_OFF if prefills and local_prefill_max_tokens is None else ""
-
-
-def _find_limit(decode: WorkerView, prefills: Sequence[WorkerView], num_lacking: int) -> tuple[int, str]:
-    """`local_prefill_max_tokens` for one request, chosen by what is known of the workers, and the reason."""
-    if _all_share_cores(decode, prefills):
-        return NO_LIMIT, "prefill workers compute with the decode worker's cores"
-    if any(view.num_threads for view in (decode, *prefills)):
-        return 0, ""
-    rates = [Rate(view.tokens_waiting, view.tokens_per_s) for view in prefills]
-    is_local, why = prefers_local(num_lacking, decode.num_running, decode.tokens_waiting, decode.costs, rates)
-    return num_lacking if is_local else 0, why
-
-
-def _all_share_cores(decode: WorkerView, prefills: Sequence[WorkerView]) -> bool:
-    return bool(prefills) and all(share_cores(decode, view) for view in prefills)
-
-
-def share_cores(decode: WorkerView, prefill: WorkerView) -> bool:
-    """Whether both compute on the same cores of one host, with more threads than these.
-
-    Each then computes while the other waits, and both read all weights: a prompt's tokens beside the answers' in the
-    decode worker's own steps cost less.
-    """
-    both = (decode.num_threads, prefill.num_threads)
-    if decode.host != prefill.host or min(both) == 0:
-        return False
-    if decode.cpu_group == prefill.cpu_group != 0:
-        return sum(both) > min(decode.num_cores, prefill.num_cores)
-    return not decode.cpus.isdisjoint(prefill.cpus) and sum(both) > len(decode.cpus | prefill.cpus)
 
 
 def _has_room(view: WorkerView) -> bool:

@@ -11,7 +11,6 @@ from itertools import islice
 from zlib import crc32
 
 from gateway.router.coming import Coming, ComingIndex
-from gateway.router.homes import Homes
 from gateway.router.placement import (
     MANY,
     NO_PREFILL,
@@ -19,12 +18,11 @@ from gateway.router.placement import (
     Placement,
     Wait,
     choose_placement,
-    explain_no_hand_off,
     find_candidates,
 )
+from gateway.router.policies import HomeFinder, LocalPrefill, Revisions
 from gateway.router.readiness import Unready, find_unusable
 from gateway.router.request import Request
-from gateway.router.rollout import Rollout
 from gateway.router.worker_keys import count_known
 from gateway.router.worker_view import WorkerView
 from runtime.config_parts import NoPrefill
@@ -43,24 +41,21 @@ class Placer:
 
     def __init__(
         self,
-        local_prefill_max_tokens: int | None,
+        local_prefill: LocalPrefill | None = None,
         uses_cache: bool = True,
         no_prefill: NoPrefill = "fallback",
         expects_prefill: bool = True,
-        rollout: Rollout | None = None,
+        revisions: Revisions | None = None,
+        homes: HomeFinder | None = None,
     ) -> None:
         """`uses_cache`: False chooses by load only. `expects_prefill`: whether there are to be prefill workers."""
-        self.rollout = rollout or Rollout()
+        self.revisions = revisions or Revisions()
         self.no_prefill: NoPrefill = no_prefill
         self.expects_prefill = expects_prefill
-        self._local_prefill_max_tokens = local_prefill_max_tokens
+        self.local_prefill = local_prefill or LocalPrefill()
         self._uses_cache = uses_cache
         self._coming = ComingIndex()
-        self._homes = Homes()
-
-    def explain_no_hand_off(self, workers: Sequence[WorkerView]) -> str:
-        """Why decode workers compute all prompts; empty where prompts are handed off, or there is no prefill worker."""
-        return explain_no_hand_off(workers, self._local_prefill_max_tokens)
+        self._homes = homes or HomeFinder()
 
     def find_key(self, workers: Sequence[WorkerView], request: Request) -> PageKey | None:
         """The key of the last whole page that the request needs; None without one, or if it uses no cached pages."""
@@ -71,7 +66,7 @@ class Placer:
         """Why none of the workers that could serve others can serve the request; None when one can."""
         before, workers = workers, self._choose_revision(workers, request)
         if not workers and any(view.is_alive for view in before if view.answers):
-            return Unready(self.rollout.explain(before))
+            return Unready(self.revisions.explain(before))
         if not (request.adapter or request.computes):
             return None
         name, no_prefill = request.wanted.adapter, self._no_prefill_of(request)
@@ -88,7 +83,7 @@ class Placer:
         if request.computes:
             return workers
         wanted = request.wanted
-        return self.rollout.choose(workers, wanted.session or wanted.call or wanted.request_id)
+        return self.revisions.choose(workers, wanted.session or wanted.call or wanted.request_id)
 
     def _no_prefill_of(self, request: Request) -> NoPrefill:
         return "fallback" if request.emitted else self.no_prefill  # an answer that has begun goes on
@@ -139,7 +134,7 @@ class Placer:
         coming = {one.incarnation for one in overlap.find_equal(len(keys) * page_tokens)}
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         need = Need(
-            request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached, stored,
+            request.num_missing, self.local_prefill, frozenset(request.avoid), cached, stored,
             self._no_prefill_of(request), bool(request.wanted.images), frozenset(coming),
             homes,
             draw=int.from_bytes(keys[-1][:4]) if keys else 0,

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from gateway.errors import ApiError, cannot_keep_deadline, not_ready, over_goal
 from gateway.router.coming import Coming
-from gateway.router.forecast import Forecast, predict_prompt_s
 from gateway.router.order import Order
 from gateway.router.placement import Placement
 from gateway.router.placer import Held, Placer
+from gateway.router.policies import Expectations
 from gateway.router.readiness import Unready, find_unready
 from gateway.router.request import Request
 from gateway.router.worker_view import Role, WorkerView
@@ -89,6 +89,7 @@ class Queue:
         patience_s: float,
         mark: Callable[[], None],
         has_goal: bool = False,
+        expectations: Expectations | None = None,
     ) -> None:
         """`workers`: by address; they come and go, those without a request's place. `mark`: called when requests that
         were held back may go on.
@@ -103,7 +104,7 @@ class Queue:
         self._mark = mark
         self._patience_s = patience_s
         self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
-        self._forecast = Forecast()
+        self._forecast = expectations or Expectations()
         self._waiting = Order[Waiter](self._forecast.expect_tokens)
         self._has_goal = has_goal
         self._placed: set[Waiter] = set()
@@ -154,7 +155,7 @@ class Queue:
         return over_goal(wait_s, self._patience_s) if wait_s > self._patience_s else None
 
     def _predict_prompt_s(self, request: Request, views: Sequence[WorkerView]) -> float:
-        return predict_prompt_s(request.num_missing - self.placer.count_cached(views, request), views)
+        return self._forecast.predict_prompt_s(request.num_missing - self.placer.count_cached(views, request), views)
 
     def leave(self, waiter: Waiter) -> None:
         """Take it out of the queue, and give its places back. Idempotent."""

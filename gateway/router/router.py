@@ -12,16 +12,15 @@ from gateway.errors import ApiError, missed_deadline, not_ready
 from gateway.router.admission import DRAINING, Admission
 from gateway.router.attempt import Attempt
 from gateway.router.attempt_record import AttemptRecord
-from gateway.router.embedding import EmbeddingAttempt
 from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
 from gateway.router.fleet import Fleet
-from gateway.router.model_gate import ModelGate
+from gateway.router.interfaces import AnyAttempt, Gate
 from gateway.router.placement import count_places
 from gateway.router.placer import Placer
+from gateway.router.policies import Expectations, KeepTimes
 from gateway.router.queue import Queue, Waiter
 from gateway.router.readiness import find_no_prefill, find_unready
 from gateway.router.request import AttemptFailed, Request
-from gateway.router.session_gaps import SessionGaps
 from gateway.router.worker_client import WorkerClient
 from gateway.router.worker_view import Role
 from runtime.ops import SECONDS_BUCKETS
@@ -33,30 +32,26 @@ class Router:
     """The EngineClient of this gateway."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        admission: Admission,
-        request_timeout_s: float,
-        patience_s: float,
-        registry: CollectorRegistry,
-        has_goal: bool,
-        placer: Placer,
-        clock: Callable[[], float] = time.monotonic,
-        model: ModelGate | None = None,
-    ) -> None:
+        self, fleet: Fleet, admission: Admission, request_timeout_s: float, patience_s: float,
+        registry: CollectorRegistry, has_goal: bool, placer: Placer, clock: Callable[[], float] = time.monotonic,
+        model: Gate | None = None, keep_times: KeepTimes | None = None, expectations: Expectations | None = None,
+        begin: Callable[..., AnyAttempt] = Attempt,
+    ) -> None:  # fmt: skip
         """`patience_s`: how long requests wait for a worker to come back, while there is none.
 
         `has_goal`: as in Queue. `model`: where requests wait until it is awake.
+        `begin`: an attempt, given what `Attempt` is given.
         """
         self.admission = admission
-        self.model = model or ModelGate(fleet.changes, clock=clock)
+        self.model = model or Gate()
         self._fleet = fleet
         self._changes = fleet.changes
         self._placer = placer
         workers: dict[Role, Mapping[str, WorkerClient]] = {"prefill": fleet.prefill, "decode": fleet.decode}
-        self.queue = Queue(workers, placer, patience_s, fleet.changes.mark, has_goal)
+        self.queue = Queue(workers, placer, patience_s, fleet.changes.mark, has_goal, expectations)
         fleet.changes.follow(lambda: self.queue.decide(clock()))
-        self._gaps = SessionGaps()
+        self._keep_times = keep_times or KeepTimes()
+        self._begin = begin
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
         self._clock = clock
@@ -101,7 +96,7 @@ class Router:
 
     def explain_no_hand_off(self) -> str:
         """Why prompts are not handed off although prefill workers are alive; or empty."""
-        return self._placer.explain_no_hand_off(self._fleet.views())
+        return self._placer.local_prefill.explain(self._fleet.views())
 
     def admit(self, num_choices: int) -> AbstractContextManager[Admitted]:
         return self.admission.inside(num_choices)
@@ -113,7 +108,7 @@ class Router:
         arrived = now - wanted.age_s
         first_by = None if wanted.deadline_s is None else arrived + wanted.deadline_s
         request = Request(wanted, arrived + self._request_timeout_s, self._patience_s, now, first_by)
-        request.keep_s = self._gaps.expect(wanted.session, wanted.call or wanted.request_id, now)
+        request.keep_s = self._keep_times.expect(wanted.session, wanted.call or wanted.request_id, now)
         with ExitStack() as held:
             with self.admission.waits(admitted):
                 await self._enter(request, admitted, held)
@@ -127,9 +122,7 @@ class Router:
                     if waiter.places and waiter.places.placement.is_fallback and self._placer.expects_prefill:
                         admitted.note(f"{waiter.places.placement.why}: a decode worker computes the prompt")
                     try:
-                        embeds = waiter.places is not None and waiter.places.placement.decode.embeds
-                        kind = EmbeddingAttempt if embeds else Attempt
-                        with kind(request, waiter, self.queue, record, self._clock) as attempt:
+                        with self._begin(request, waiter, self.queue, record, self._clock) as attempt:
                             with self.admission.cuttable():
                                 await attempt.reserve()
                             while True:

@@ -6,20 +6,18 @@ work until it answers again.
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import grpc
 import structlog
 
-from gateway.router.adapters import AdapterRegistry
-from gateway.router.local_prefill import ChunkCosts
-from gateway.router.worker_adapters import WorkerAdapters
+from gateway.router.interfaces import Adapters
 from gateway.router.worker_keys import WorkerKeys
-from gateway.router.worker_view import Role, WorkerView
+from gateway.router.worker_view import ChunkCosts, Role, WorkerView
 from protos import worker_pb2, worker_pb2_grpc
 from runtime import rpc
-from runtime.malformed import ask_twice
 from runtime.tasks import keep_running
 from wire.stalls import find_stuck
 
@@ -31,6 +29,7 @@ RETRY_S = 0.2  # before a worker that did not answer is asked again
 QUIET_S = 1.5  # without an answer or an error to the first question, after which that is logged
 # How a call ends when no worker is there, or only an incarnation that drains or does not know our stream.
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
+T = TypeVar("T")
 Identity = tuple[Role, str]  # of a worker in one role: this and its incarnation
 
 
@@ -47,7 +46,7 @@ class WorkerClient:
         stall_s: float,
         source: str = "",
         clock: Callable[[], float] = time.monotonic,
-        adapters: AdapterRegistry | None = None,
+        adapters: Adapters | None = None,
         mark: Callable[[], None] = lambda: None,
     ) -> None:
         """`channel`: closed with the client. `heartbeat_s`: silence after which a worker counts as dead.
@@ -73,7 +72,7 @@ class WorkerClient:
         self._stall_s = stall_s
         self._channel = channel
         self._worker = worker_pb2_grpc.WorkerStub(channel)
-        self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._worker, clock, self._note_adapters)
+        self.adapters = (adapters or Adapters()).link(address, self._worker, clock, self._note_adapters)
         self.keys = WorkerKeys()
         self._tasks: list[asyncio.Task[None]] = []
         self._num_others = 0  # requests of other gateways at its last answer
@@ -237,29 +236,12 @@ class WorkerClient:
         """Why its engine was stuck when it last answered; None if it was not."""
         return find_stuck(self.status.step_age_s, self.status.step_predicted_s, self._stall_s)
 
-    async def set_roles(self, roles: Iterable[Role], caller: str, timeout_s: float) -> None:
-        """Returns when it takes only these, and this gateway will soon know. Raises AioRpcError."""
-        await self._worker.SetRoles(worker_pb2.SetRolesRequest(roles=roles, caller=caller), timeout=timeout_s)
-        self._poll_soon()
-
-    async def set_pause(self, for_s: float, ends: bool, timeout_s: float) -> int:
-        """Returns how many sequences are left, when this gateway will soon know. Raises AioRpcError."""
-        request = worker_pb2.PauseRequest(for_s=for_s, ends=ends)
-        answer = await ask_twice(lambda: self._worker.Pause(request, timeout=timeout_s))
-        self._poll_soon()
-        return int(answer.num_left)
-
-    async def set_weights(
-        self, request: worker_pb2.SetWeightsRequest, timeout_s: float
-    ) -> worker_pb2.SetWeightsResponse | grpc.aio.AioRpcError:
-        """The error is returned."""
-        answer: worker_pb2.SetWeightsResponse | grpc.aio.AioRpcError
+    async def order(self, call: Callable[[worker_pb2_grpc.WorkerStub], Awaitable[T]]) -> T:
+        """What is not part of a request; this gateway will soon know what has changed. Raises AioRpcError."""
         try:
-            answer = await ask_twice(lambda: self._worker.SetWeights(request, timeout=timeout_s))
-        except grpc.aio.AioRpcError as error:
-            answer = error
-        self._poll_soon()
-        return answer
+            return await call(self._worker)
+        finally:
+            self._poll_soon()
 
     @property
     def incarnation(self) -> str:

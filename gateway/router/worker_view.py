@@ -3,10 +3,23 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.router.local_prefill import UNMEASURED, ChunkCosts
 from gateway.router.worker_keys import WorkerKeys
 
 Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCosts:
+    """What prompts cost on a decode worker (worker/chunks.py). Seconds are 0 before they are measured."""
+
+    quiet_s: float = 0.0  # a step with answers alone
+    fixed_s: float = 0.0  # what a chunk of any size adds to it
+    token_s: float = 0.0  # and what each of its tokens adds
+    tokens: int = 0  # of the next chunk; 0: the worker computes no prompts
+    read_s: float = 0.0  # to read one token's KV from a prefill worker
+
+
+UNMEASURED = ChunkCosts()
 
 
 @dataclass(frozen=True, slots=True)

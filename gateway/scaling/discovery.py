@@ -20,7 +20,7 @@ from dns.rdtypes.IN.SRV import SRV
 from prometheus_client import CollectorRegistry, Counter
 
 from gateway.router.fleet import Fleet
-from gateway.router.worker_client import WorkerClient
+from gateway.router.worker_client import Identity, WorkerClient
 from gateway.router.worker_view import Role
 from runtime.addresses import AddressFile, DnsName, Named, bare, bracketed, is_host_port
 from runtime.settings import ConfigError
@@ -83,7 +83,7 @@ class Discovery:
         for (role, name), (found, failure) in zip(list(self._known), answers, strict=True):
             self._note(role, name, found, failure)
             gone += self._apply(role, name, found, is_whole=not failure)
-        self._fleet.mark_duplicates()
+        mark_duplicates(self._fleet.workers())
         for worker in gone:
             await worker.close()
 
@@ -100,7 +100,10 @@ class Discovery:
         for address, num_missed in now.items():
             if address not in before:
                 self._fleet.join(role, address, source, name.name if isinstance(name, DnsName) and name.port else "")
-            self._fleet.set_leaving(role, address, is_leaving(num_missed))
+            worker = self._fleet.of_role(role)[address]
+            if worker.is_leaving != is_leaving(num_missed):
+                worker.is_leaving = not worker.is_leaving
+                self._fleet.changes.mark()
         return gone
 
     def _note(self, role: Role, name: Named, found: set[str], failure: str) -> None:
@@ -198,3 +201,15 @@ def reconcile(known: Mapping[str, int], found: Set[str], busy: Collection[str]) 
 def is_leaving(num_missed: int) -> bool:
     """Whether an address that `num_missed` answers in a row left out gets no new work."""
     return num_missed >= MISSES
+
+
+def mark_duplicates(workers: Iterable[WorkerClient]) -> None:
+    """A worker with two addresses gets requests at the first that answers, as long as that does."""
+    firsts: dict[Identity, str] = {}  # worker |-> address
+    for worker in workers:
+        first = worker.address
+        if worker.find_stall() is None and not worker.is_leaving:
+            first = firsts.setdefault(worker.identity, first)
+        duplicate_of = first if first != worker.address else ""
+        if duplicate_of != worker.duplicate_of:
+            worker.duplicate_of = duplicate_of

@@ -10,6 +10,7 @@ import structlog
 from gateway.router.fleet import Fleet
 from gateway.router.queue import Queue
 from gateway.scaling.roles import Change, RoleBalance, Seen
+from protos import worker_pb2
 
 log = structlog.get_logger()
 LOOK_S = 1.0
@@ -44,8 +45,9 @@ class RoleKeeper:
         worker = next((one for one in self._fleet.workers() if one.incarnation == change.incarnation), None)
         if worker is None:
             return
+        wanted = worker_pb2.SetRolesRequest(roles=change.roles, caller=self._name)
         try:
-            await worker.set_roles(change.roles, self._name, CALL_S)
+            await worker.order(lambda stub: stub.SetRoles(wanted, timeout=CALL_S))
         except grpc.aio.AioRpcError as error:  # another one's order counts there, or it is gone: a later look sees
             reason = f"{error.code().name}: {error.details()}"
             log.warning("a worker did not change its roles", address=worker.address, reason=reason)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from gateway.router.fleet import Fleet
-from gateway.router.model_gate import ModelGate
 from gateway.router.readiness import find_unready
 from gateway.router.worker_view import Role
+from gateway.scaling.model_gate import ModelGate
 from gateway.scaling.sleep_policy import ModelView, decide
 from runtime.events import ModelState, SetAwake
 

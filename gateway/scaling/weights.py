@@ -17,6 +17,7 @@ from gateway.errors import ApiError, bad_request, not_ready
 from gateway.router.fleet import Fleet
 from gateway.router.worker_client import WorkerClient
 from protos import worker_pb2
+from runtime.malformed import ask_twice
 from runtime.tasks import run_to_end
 
 log = structlog.get_logger()
@@ -55,12 +56,13 @@ class WeightKeeper:
             return await self._pause(self._find_workers(), for_s, ends)
 
     async def _pause(self, workers: Sequence[WorkerClient], for_s: float, ends: bool = False) -> dict[str, int]:
-        calls = (one.set_pause(for_s, ends, CALL_S) for one in workers)
+        wanted = worker_pb2.PauseRequest(for_s=for_s, ends=ends)
+        calls = (one.order(lambda stub: ask_twice(lambda: stub.Pause(wanted, timeout=CALL_S))) for one in workers)
         found = dict(zip(workers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
-        for one, left in found.items():
-            if isinstance(left, BaseException):
-                log.warning("worker did not pause, or go on", address=one.address, reason=repr(left))
-        return {one.address: left for one, left in found.items() if isinstance(left, int)}
+        for one, answer in found.items():
+            if isinstance(answer, BaseException):
+                log.warning("worker did not pause, or go on", address=one.address, reason=repr(answer))
+        return {one.address: got.num_left for one, got in found.items() if not isinstance(got, BaseException)}
 
     async def change(self, path: str, revision: str, ends: bool, wait_s: float) -> dict[str, Any]:
         """Returns when all have them. ApiError: none has, or it names those that have and have not."""
@@ -118,7 +120,13 @@ class WeightKeeper:
 async def _ask(
     workers: Sequence[WorkerClient], wanted: worker_pb2.SetWeightsRequest, timeout_s: float
 ) -> tuple[dict[str, worker_pb2.SetWeightsResponse], Errors]:
-    answers = await asyncio.gather(*(one.set_weights(wanted, timeout_s) for one in workers))
+    async def ask(one: WorkerClient) -> worker_pb2.SetWeightsResponse | grpc.aio.AioRpcError:
+        try:
+            return await one.order(lambda stub: ask_twice(lambda: stub.SetWeights(wanted, timeout=timeout_s)))
+        except grpc.aio.AioRpcError as error:
+            return error
+
+    answers = await asyncio.gather(*map(ask, workers))
     found = {one.address: answer for one, answer in zip(workers, answers, strict=True)}
     errors = {one: answer for one, answer in found.items() if isinstance(answer, grpc.aio.AioRpcError)}
     return {one: answer for one, answer in found.items() if not isinstance(answer, grpc.aio.AioRpcError)}, errors

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from gateway.router.adapter_loader import AdapterLoader
-from gateway.router.adapters import Adapter
+from gateway.adapters.loader import AdapterLoader
+from gateway.adapters.registry import Adapter
 from gateway.store.database import Database
 from gateway.store.follower import Follower
 from gateway.store.runs import Runs

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gateway.router.rollout import Rollout
+from gateway.policies.rollout import Rollout
 from gateway.store.database import Database
 from gateway.store.follower import Follower
 from gateway.store.runs import Runs

@@ -10,10 +10,10 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from gateway.access.keys import Keys
+from gateway.adapters.loader import AdapterLoader
+from gateway.adapters.registry import Adapter
 from gateway.app import add_model
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
-from gateway.router.adapter_loader import AdapterLoader
-from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
 from gateway.store.adapters import AdapterRow, SharedAdapters
 from gateway.store.keeper import AnswerKeeper
@@ -111,7 +111,7 @@ class AnswersGateway(SimGateway):
         """As the API does when all workers have answered. `digest`: empty: it is unloaded."""
 
         async def change() -> None:
-            known = self.fleet.adapters
+            known = self.loader.adapters
             if digest:
                 known.add(Adapter(name, f"/{name}"), digest)
             elif not known.remove(name):
@@ -123,12 +123,12 @@ class AnswersGateway(SimGateway):
             self.loop.create_task(change())
 
     def named(self) -> set[AdapterRow]:
-        return {AdapterRow(MODEL, name, one.path, one.digest) for name, one in self.fleet.adapters.named.items()}
+        return {AdapterRow(MODEL, name, one.path, one.digest) for name, one in self.loader.adapters.named.items()}
 
     def check(self) -> None:
         super().check()
         for row in self.adapters._unsaved.values():
-            if row not in self.named() and (row.path or row.name in self.fleet.adapters.named):
+            if row not in self.named() and (row.path or row.name in self.loader.adapters.named):
                 raise ViolationError(f"{self.name} has forgotten {row}, which the store lacks")
 
     def drain(self, then: Callable[[], None]) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from gateway.adapters.registry import Adapter
 from gateway.answer.output_items import Item
 from gateway.api.http.answer import EventStream
 from gateway.api.responses.writer import ResponseWriter, new_response_id
-from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Tokens
 from gateway.store import adapters, keeper, run, runs
 from gateway.store.adapters import AdapterRow, SharedAdapters, share

@@ -10,12 +10,13 @@ from unittest.mock import patch
 
 from decode_worker.speculation import drafters, speculator
 from engine import out_of_memory, steps
+from gateway.adapters import loader
 from gateway.answer import choices
 from gateway.api import access
 from gateway.api.http import answer
 from gateway.api.responses import writer
 from gateway.request import check, prepare
-from gateway.router import adapter_loader, changes, decode_client, fleet, router, worker_client
+from gateway.router import changes, decode_client, fleet, router, worker_client
 from gateway.scaling import sleepers
 from gateway.store import keeper, line, replay, run, runs
 from runtime import tasks
@@ -27,7 +28,7 @@ _TIMES: tuple[Any, ...] = (loop, drafters, choices, keeper, prepare, replay, run
 _SECRETS: tuple[Any, ...] = (access, check, writer)
 _STREAMS: Any = decode_client
 _LOGS: tuple[Any, ...] = (
-    adapter_loader,
+    loader,
     out_of_memory, steps, speculator, changes, decode_client, fleet, router, sleepers, worker_client, tasks,
     answer, choices, line, run, runs,
 )  # fmt: skip

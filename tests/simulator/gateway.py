@@ -10,11 +10,16 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from bench.simulate.virtual_time import MemoryChannel, VirtualLoop, refusal
+from gateway.adapters.link import LinkedAdapters
 from gateway.errors import ApiError
+from gateway.policies.forecast import Forecast
+from gateway.policies.homes import Homes
+from gateway.policies.rollout import Rollout
 from gateway.router.admission import Admission
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
+from gateway.router.policies import LocalPrefill
 from gateway.router.router import Router
 from gateway.router.worker_client import POLL_S
 from protos import decode_pb2, prefill_pb2, worker_pb2
@@ -44,7 +49,7 @@ class SimGateway(Process):
     ) -> None:  # fmt: skip
         self._prefills, self._decodes = ({one.name: one for one in some} for some in (prefills, decodes))
         self._has_goal = has_goal
-        self._routing = (local_prefill_max_tokens, uses_cache)
+        self._routing = (LocalPrefill(local_prefill_max_tokens), uses_cache)
         self.loans_rng = random.Random(f"loans {world.seed}")
         self.keys_rng = random.Random(f"keys {world.seed}")
         self.wrong_keys = self.keys_rng.choice([0.0, 0.0, 0.0, 0.5])  # share of reports of keys that are wrong
@@ -54,9 +59,11 @@ class SimGateway(Process):
     def boot(self) -> None:
         world = self.world
         self.loop = self.build_loop()
+        self.rollout = Rollout()
         self.fleet = Fleet(
-            list(self._prefills), list(self._decodes), HEARTBEAT_S, STALL_S, 0, self._open_channel, self.loop.time
-        )
+            list(self._prefills), list(self._decodes), HEARTBEAT_S, STALL_S, 0, self._open_channel, self.loop.time,
+            adapters=LinkedAdapters(),
+        )  # fmt: skip
         self.build_routers()
         self.tasks: dict[Client, asyncio.Task[str]] = {}
         self._arriving: list[Client] = []  # connected, not yet read
@@ -70,10 +77,10 @@ class SimGateway(Process):
         return VirtualLoop(lambda: world.now, lambda delay, action: world.at(delay, self, epoch, action))
 
     def build_routers(self) -> None:
-        self.placer = Placer(*self._routing)
+        self.placer = Placer(*self._routing, revisions=self.rollout, homes=Homes())
         self.router = Router(
             self.fleet, Admission(MAX_QUEUE), self.timeout_s, PATIENCE_S, CollectorRegistry(), self._has_goal,
-            self.placer, self.loop.time,
+            self.placer, self.loop.time, expectations=Forecast(),
         )  # fmt: skip
         self.queue = self.router.queue
 

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from gateway.router.admission import Admission
 from gateway.router.engine_client import State, TokenizedRequest
-from gateway.router.model_gate import ModelGate
 from gateway.router.placer import Placer
 from gateway.router.router import Router
+from gateway.scaling.model_gate import ModelGate
 from gateway.scaling.sleep_policy import TURN_S
 from gateway.scaling.sleepers import Sleepers
 from protos import decode_pb2
@@ -168,7 +168,7 @@ class ModelsGateway(SimGateway):
         self.routers = {
             name: Router(
                 self.fleet.add_part(name, 0), Admission(MAX_QUEUE), self._timeout_s, PATIENCE_S, CollectorRegistry(),
-                self._has_goal, Placer(0, expects_prefill=False), clock, model=gate,
+                self._has_goal, Placer(expects_prefill=False), clock, model=gate,
             )
             for name, gate in self.gates.items()
         }  # fmt: skip

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 from gateway.router.decode_client import DecodeClient, Session
 from gateway.router.engine_client import State
-from gateway.router.model_gate import ModelGate
 from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.prefill_client import PrefillClient
@@ -22,6 +21,7 @@ from gateway.router.request import Request
 from gateway.router.worker_client import WorkerClient
 from gateway.router.worker_view import WorkerView
 from gateway.scaling import sleep_policy, sleepers
+from gateway.scaling.model_gate import ModelGate
 from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners

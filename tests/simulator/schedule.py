@@ -248,7 +248,7 @@ class Schedule(Troubles):
 
     def _share_out(self, gateway: SimGateway, share: float) -> None:
         self.world.note("share", gateway.name, share)
-        gateway.placer.rollout.shares = {"new": share}
+        gateway.rollout.shares = {"new": share}
 
     def _plan_request(self, number: int, rng: random.Random) -> None:
         asked = self._plan_asked(rng)

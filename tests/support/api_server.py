@@ -21,11 +21,11 @@ from prometheus_client import CollectorRegistry
 
 from gateway.access.key_file import KeyFile
 from gateway.access.keys import Keys
+from gateway.adapters.registry import Adapter
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.app import add_model, build_app
 from gateway.held import Held
 from gateway.request.prepare import ApiOptions, ServedModels
-from gateway.router.adapters import Adapter
 from gateway.store.keeper import AnswerKeeper
 from gateway.store.routes import add_answers
 from gateway.store.runs import Runs

@@ -11,7 +11,12 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from bench.simulate.virtual_time import MemoryChannel, VirtualLoop, refusal
+from gateway.adapters.link import LinkedAdapters
 from gateway.errors import ApiError
+from gateway.policies.forecast import Forecast
+from gateway.policies.homes import Homes
+from gateway.policies.local_prefill import choose_local_prefill
+from gateway.policies.rollout import Rollout
 from gateway.router.admission import Admission
 from gateway.router.attempt_record import AttemptRecord
 from gateway.router.engine_client import TokenizedRequest, Tokens
@@ -121,11 +126,14 @@ class VirtualFleet:
         self.workers: dict[str, FakeWorker] = {one.incarnation: one for one in (*self.prefills, *self.decodes)}
         for one in self.prefills:
             one.decodes = {decode.incarnation: decode for decode in self.decodes}
+        self.adapters = LinkedAdapters()
         self.fleet = Fleet(
             [one.incarnation for one in self.prefills], [one.incarnation for one in self.decodes],
-            HEARTBEAT_S, STALL_S, context_tokens, self._open_channel, self.loop.time,
+            HEARTBEAT_S, STALL_S, context_tokens, self._open_channel, self.loop.time, adapters=self.adapters,
         )  # fmt: skip
-        self.placer = Placer(local_prefill_max_tokens, uses_cache, no_prefill, expects_prefill)
+        self.rollout = Rollout()
+        local_prefill = choose_local_prefill(local_prefill_max_tokens)
+        self.placer = Placer(local_prefill, uses_cache, no_prefill, expects_prefill, self.rollout, Homes())
         self.registry = CollectorRegistry()
         self.router = Router(
             self.fleet,
@@ -136,6 +144,7 @@ class VirtualFleet:
             bool(itl_goal_s),
             self.placer,
             self.loop.time,
+            expectations=Forecast(),
         )
         if is_started:
             self.start()

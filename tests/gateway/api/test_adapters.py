@@ -8,10 +8,10 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from gateway.adapters.registry import Adapter
 from gateway.api.adapters import LOAD_PATH, UNLOAD_PATH, build_adapter_router
 from gateway.errors import ApiError
 from gateway.request.prepare import ApiOptions
-from gateway.router.adapters import Adapter
 from protos import inference_pb2, inference_pb2_grpc
 from tests.support.api_server import ANSWER, FULL, KEYS, PLAIN, SERVED, Served, run_api
 

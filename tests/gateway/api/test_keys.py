@@ -24,13 +24,13 @@ from gateway.access import allowance
 from gateway.access.allowance import LIMIT_HEADERS, Allowance
 from gateway.access.key_file import MAX_KEYS, KeyFile, read_entries
 from gateway.access.keys import ANYBODY, Key, Keys
+from gateway.adapters.registry import Adapter
 from gateway.answer import choices
 from gateway.batches import runner
 from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
 from gateway.errors import ApiError, overloaded
-from gateway.router.adapters import Adapter
 from protos import inference_pb2, inference_pb2_grpc
 from runtime import file_watch
 from runtime.settings import ConfigError

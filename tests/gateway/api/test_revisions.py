@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.api.revisions import REVISIONS_PATH, build_revisions_router
-from gateway.router.rollout import Rollout
+from gateway.policies.rollout import Rollout
 from tests.support.api_server import FULL, Served, run_api
 from tests.support.worker_views import DECODE, DECODE_2, PREFILL
 

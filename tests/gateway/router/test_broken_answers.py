@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from gateway.router.adapter_loader import AdapterLoader
+from gateway.adapters.link import LinkedAdapters
+from gateway.adapters.loader import AdapterLoader
 from gateway.router.admission import Admission
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
@@ -59,10 +60,10 @@ async def ring() -> AsyncIterator[Ring]:
         worker.add_to(server)
         await server.start()
         servers.append(server)
-    fleet = Fleet(addresses[:1], addresses[1:], PATIENCE_S, PATIENCE_S, 0)
+    fleet = Fleet(addresses[:1], addresses[1:], PATIENCE_S, PATIENCE_S, 0, adapters=LinkedAdapters())
     router = Router(
         fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, False,
-        Placer(0, True, "fallback", True),
+        Placer(),
     )  # fmt: skip
     built = Ring(fleet, router, signal)
     built.garbler, built.decode, built.prefill = garbler, decode, prefill
@@ -148,7 +149,7 @@ async def test_adapters_are_loaded_and_unloaded_though_an_answer_is_broken(metho
     async with ring() as opened:
         for worker in (opened.decode, opened.prefill):
             worker.max_loras, worker.folders = 1, {"/a": "A"}
-        await opened.signal.until(lambda: all(one.adapters.max_loras for one in opened.fleet.workers()))
+        await opened.signal.until(lambda: all(one.status.max_loras for one in opened.fleet.workers()))
         loader = AdapterLoader(opened.fleet, CollectorRegistry())
         opened.garbler.wanted[method] = 1
         await loader.load("a", "/a")

@@ -39,7 +39,7 @@ def test_the_shared_part_of_chains_is_found_to_a_mark() -> None:
 
 
 def test_a_request_is_held_while_a_long_part_of_its_prompt_is_computed_wherever_it_would_go() -> None:
-    placer, shared = Placer(0), ("s", LEAST_LENT + PAGE)
+    placer, shared = Placer(), ("s", LEAST_LENT + PAGE)
     first = prompt(shared, ("a", 400))
     choice = placer.choose(ALL, first)
     assert isinstance(choice, Placement) and choice.decode == DECODE
@@ -57,7 +57,7 @@ def test_a_request_is_held_while_a_long_part_of_its_prompt_is_computed_wherever_
 
 
 def test_a_request_waits_for_at_most_twice_what_it_would_compute_and_for_nothing_that_is_cached() -> None:
-    placer, shared = Placer(0), ("s", 1024)
+    placer, shared = Placer(), ("s", 1024)
     long = prompt(shared, ("a", 1100))
     placer.begin(long, Placement(DECODE, PREFILL, 0), ALL)
     assert isinstance(placer.choose(ALL, prompt(shared, ("b", 8))), Placement), "most of the other's work is its own"

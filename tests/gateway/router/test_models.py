@@ -2,10 +2,10 @@
 
 import pytest
 
+from gateway.adapters.registry import Adapter
 from gateway.errors import ApiError
 from gateway.metrics import ModelMetrics, RequestMetrics
 from gateway.request.rules import ServedNames
-from gateway.router.adapters import Adapter
 from gateway.router.fleet import Fleet
 from tests.support.virtual_fleet import VirtualFleet, virtual_fleet
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gateway.policies.forecast import Forecast
 from gateway.router import order as order_module
-from gateway.router.forecast import Forecast, predict_prompt_s
-from gateway.router.local_prefill import ChunkCosts
 from gateway.router.order import TURNS, Order
 from gateway.router.request import Request
-from gateway.router.worker_view import WorkerView
+from gateway.router.worker_view import ChunkCosts, WorkerView
 from tests.support.virtual_fleet import wanted
 from tests.support.worker_views import DECODE, PREFILL
 
@@ -228,6 +227,6 @@ def test_before_places_were_given_answers_are_taken_to_be_as_long_as_others() ->
 
 def test_the_wait_for_a_prompt_follows_from_the_fastest_worker() -> None:
     views = [decode(tokens_waiting=100, tokens_per_s=100.0), replace(PREFILL, tokens_per_s=50.0)]
-    assert predict_prompt_s(150, views) == 2.5 and predict_prompt_s(10, views) == 0.2
-    assert predict_prompt_s(150, [decode()]) == 0.0
-    assert predict_prompt_s(150, [replace(one, is_alive=False) for one in views]) == 0.0
+    assert Forecast().predict_prompt_s(150, views) == 2.5 and Forecast().predict_prompt_s(10, views) == 0.2
+    assert Forecast().predict_prompt_s(150, [decode()]) == 0.0
+    assert Forecast().predict_prompt_s(150, [replace(one, is_alive=False) for one in views]) == 0.0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.router.homes import Homes
-from gateway.router.local_prefill import ChunkCosts
+from gateway.policies.homes import Homes
+from gateway.policies.local_prefill import MeasuredLocalPrefill, choose_local_prefill
 from gateway.router.placement import (
     BUSY_TOKENS,
     LEAST_LENT,
@@ -21,10 +21,10 @@ from gateway.router.placement import (
     Placement,
     Wait,
     choose_placement,
-    explain_no_hand_off,
 )
+from gateway.router.policies import LocalPrefill
 from gateway.router.readiness import Unready, find_unready
-from gateway.router.worker_view import WorkerView
+from gateway.router.worker_view import ChunkCosts, WorkerView
 from runtime.config_parts import NoPrefill
 from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 
@@ -78,12 +78,12 @@ def names(choice: Placement | Wait | Unready) -> object:
     ],
 )
 def test_placement(case: str, workers: Sequence[WorkerView], expected: object) -> None:
-    assert names(choose_placement(workers, Need(100, 0))) == expected, case
+    assert names(choose_placement(workers, Need(100))) == expected, case
 
 
 def test_workers_that_are_equal_in_all_get_about_as_many_requests() -> None:
     workers = [PREFILL, *(replace(DECODE, incarnation=f"d-{number}") for number in range(8))]
-    choices = [choose_placement(workers, Need(100, 0, draw=blake2b_int(number))) for number in range(800)]
+    choices = [choose_placement(workers, Need(100, draw=blake2b_int(number))) for number in range(800)]
     counts = Counter(choice.decode.incarnation for choice in choices if isinstance(choice, Placement))
     assert len(counts) == 8 and max(counts.values()) < 2.5 * min(counts.values()), counts
 
@@ -108,8 +108,8 @@ SEES: dict[str, Any] = {"takes_images": True}
     ],
 )
 def test_placement_of_prompts_with_images(case: str, workers: Sequence[WorkerView], expected: object) -> None:
-    assert names(choose_placement(workers, Need(100, 0, has_images=True))) == expected, case
-    assert isinstance(choose_placement(workers, Need(100, 0)), Placement), case
+    assert names(choose_placement(workers, Need(100, has_images=True))) == expected, case
+    assert isinstance(choose_placement(workers, Need(100)), Placement), case
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_placement_of_prompts_with_images(case: str, workers: Sequence[WorkerVie
 def test_workers_that_probably_have_more_are_preferred(
     case: str, workers: Sequence[WorkerView], cached: Mapping[str, int], expected: object
 ) -> None:
-    assert names(choose_placement(workers, Need(1000, 0, cached=cached))) == expected, case
+    assert names(choose_placement(workers, Need(1000, cached=cached))) == expected, case
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
     saved = num_cached * (READ_SHARE if role == "prefill" else 1)
     for num_mine in range(max_running):
         busy = replace(cached_one, num_mine=num_mine, max_running=max_running)
-        choice = choose_placement([other, busy, idle_one], Need(2000, 0, cached={busy.incarnation: num_cached}))
+        choice = choose_placement([other, busy, idle_one], Need(2000, cached={busy.incarnation: num_cached}))
         assert isinstance(choice, Placement)
         chosen = choice.decode if role == "decode" else choice.prefill
         is_worth_it = num_mine * BUSY_TOKENS / max_running < saved
@@ -182,7 +182,7 @@ def test_a_prefill_worker_reads_from_another_one_that_has_clearly_more(
     expected: tuple[str, str | None, int],
 ) -> None:  # fmt: skip
     busy = replace(PREFILL, **{"num_mine": 3, "max_running": 64, **changed})  # that costs 384 tokens
-    choice = choose_placement([busy, PREFILL_2, DECODE], Need(1000, 0, cached=cached, stored=stored))
+    choice = choose_placement([busy, PREFILL_2, DECODE], Need(1000, cached=cached, stored=stored))
     assert isinstance(choice, Placement) and choice.prefill is not None
     lender = choice.lender.incarnation if choice.lender else None
     assert (choice.prefill.incarnation, lender) == expected[:2], case
@@ -205,7 +205,7 @@ def test_a_decode_worker_reads_what_another_one_has_where_it_computes_the_rest(
 ) -> None:
     full = replace(DECODE_2, **FULL)
     workers = [full if view is DECODE_2 else view for view in workers]
-    need = Need(1000, 0, cached=cached, coming=frozenset(["D2"] if full in workers else ()))
+    need = Need(1000, cached=cached, coming=frozenset(["D2"] if full in workers else ()))
     choice = choose_placement(workers, need)
     assert isinstance(choice, Placement)
     lender = choice.lender.incarnation if choice.lender else None
@@ -223,7 +223,7 @@ def test_a_decode_worker_reads_what_another_one_has_where_it_computes_the_rest(
     ],
 )
 def test_short_prompts_are_prefilled_by_decode(missing: int, limit: int, expected: object) -> None:
-    assert names(choose_placement([PREFILL, DECODE], Need(missing, limit))) == expected
+    assert names(choose_placement([PREFILL, DECODE], Need(missing, LocalPrefill(limit)))) == expected
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_short_prompts_are_prefilled_by_decode(missing: int, limit: int, expecte
     ],
 )
 def test_workers_that_failed_are_asked_last(avoid: set[str], workers: Sequence[WorkerView], expected: object) -> None:
-    assert names(choose_placement(workers, Need(100, 0, frozenset(avoid)))) == expected
+    assert names(choose_placement(workers, Need(100, LocalPrefill(), frozenset(avoid)))) == expected
 
 
 @pytest.mark.parametrize(
@@ -266,11 +266,11 @@ def test_workers_that_failed_are_asked_last(avoid: set[str], workers: Sequence[W
 def test_decode_does_not_stand_in_for_prefill_where_it_must_not(
     case: str, workers: Sequence[WorkerView], missing: int, avoid: set[str], expected: object, no_prefill: NoPrefill
 ) -> None:
-    choice = choose_placement(workers, Need(missing, 8, frozenset(avoid), no_prefill=no_prefill))
+    choice = choose_placement(workers, Need(missing, LocalPrefill(8), frozenset(avoid), no_prefill=no_prefill))
     assert names(choice) == expected, case
     if isinstance(choice, Unready):
         assert choice.role == "prefill" and choice.detail.startswith("no prefill worker")
-        standing_in = choose_placement(workers, Need(missing, 8, frozenset(avoid)))
+        standing_in = choose_placement(workers, Need(missing, LocalPrefill(8), frozenset(avoid)))
         assert isinstance(standing_in, Placement) and standing_in.is_fallback
 
 
@@ -281,7 +281,7 @@ def test_standing_in_is_for_what_decode_would_not_prefill_anyway() -> None:
         ([replace(PREFILL, **DEAD), DECODE], 8, False),
         ([replace(PREFILL, **DEAD), DECODE], 9, True),
     ):
-        choice = choose_placement(workers, Need(missing, 8))
+        choice = choose_placement(workers, Need(missing, LocalPrefill(8)))
         assert isinstance(choice, Placement) and choice.is_fallback is is_fallback
 
 
@@ -324,17 +324,17 @@ def test_decode_prefills_where_both_roles_want_the_same_cores(
     decode: WorkerView, prefill: WorkerView, is_local: bool
 ) -> None:
     views = [decode, prefill]
-    choice = choose_placement(views, Need(1000, None))
+    choice = choose_placement(views, Need(1000, MeasuredLocalPrefill()))
     assert isinstance(choice, Placement) and (choice.prefill is None) is is_local
     assert choice.local_prefill_max_tokens == (NO_LIMIT if is_local else 0)
-    assert ("--local-prefill-max-tokens 0" in explain_no_hand_off(views, None)) is is_local
-    assert explain_no_hand_off(views[:1], None) == explain_no_hand_off(views, 0) == ""
-    forced = choose_placement(views, Need(1000, 0))
+    assert ("--local-prefill-max-tokens 0" in MeasuredLocalPrefill().explain(views)) is is_local
+    assert MeasuredLocalPrefill().explain(views[:1]) == LocalPrefill().explain(views) == ""
+    forced = choose_placement(views, Need(1000))
     assert isinstance(forced, Placement) and forced.prefill is not None
     elsewhere = on_cpus(PREFILL_2, 4, *range(4), host="h2")
-    handed = choose_placement([*views, elsewhere], Need(1000, None))
+    handed = choose_placement([*views, elsewhere], Need(1000, MeasuredLocalPrefill()))
     assert isinstance(handed, Placement) and handed.prefill is not None  # one of them uses no cores
-    assert explain_no_hand_off([*views, elsewhere], None) == ""
+    assert MeasuredLocalPrefill().explain([*views, elsewhere]) == ""
 
 
 COSTS = ChunkCosts(0.0028, 0.0024, 2e-5, 256, 1e-6)
@@ -361,7 +361,7 @@ def test_short_prompts_are_computed_where_that_costs_less_time(
 ) -> None:  # fmt: skip
     decode = replace(DECODE, **{"costs": COSTS, **decode_has})
     prefill = replace(PREFILL, **{"tokens_per_s": 40_000.0, **prefill_has})
-    choice = choose_placement([prefill, decode], Need(missing, setting))
+    choice = choose_placement([prefill, decode], Need(missing, choose_local_prefill(setting)))
     assert isinstance(choice, Placement) and (choice.prefill is None) is (limit is not None)
     assert choice.local_prefill_max_tokens == (setting or 0 if limit is None else limit)
     assert why in choice.why and bool(why) is bool(choice.why)
@@ -384,7 +384,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
 @given(fleet=fleets())
 def test_a_worker_with_room_is_always_found(fleet: list[WorkerView]) -> None:
     """With local prefill for all, waiting means that every living decode worker is full."""
-    choice = choose_placement(fleet, Need(1, NO_LIMIT))
+    choice = choose_placement(fleet, Need(1, LocalPrefill(NO_LIMIT)))
     decodes = [view for view in fleet if view.role == "decode" and view.is_alive and not view.is_full]
     open_decodes = [view for view in decodes if view.num_mine < view.max_running]
     assert isinstance(choice, Placement) == bool(open_decodes)
@@ -396,7 +396,7 @@ def test_a_worker_with_room_is_always_found(fleet: list[WorkerView]) -> None:
 
 def test_a_session_goes_home_unless_that_is_busy_or_more_is_cached_elsewhere() -> None:
     workers = [replace(view, max_running=64) for view in (PREFILL, PREFILL_2, DECODE, DECODE_2)]
-    home = Need(1000, 0, homes=frozenset({"D2", "P2"}))
+    home = Need(1000, homes=frozenset({"D2", "P2"}))
     assert names(choose_placement(workers, home)) == ("D2", "P2")
     (_, _, one, two) = workers
     assert names(choose_placement([*workers[:3], replace(two, num_mine=3)], home)) == ("D2", "P2")
@@ -429,7 +429,7 @@ def test_every_gateway_finds_the_same_homes_which_spread_and_stay_when_others_co
 
 
 def test_the_ring_forgets_workers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.router.homes.MAX_GONE", 8)
+    monkeypatch.setattr("gateway.policies.homes.MAX_GONE", 8)
     ring, first = Homes(), replace(DECODE, incarnation="first")
     home = ring.find("s", [first, PREFILL])
     for number in range(30):

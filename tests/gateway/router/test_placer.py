@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.policies.homes import Homes
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.homes import Homes
 from gateway.router.placement import NO_LIMIT, Placement
 from gateway.router.placer import Held, Placer
+from gateway.router.policies import LocalPrefill
 from gateway.router.request import AttemptFailed, Request
 from gateway.router.worker_keys import KeyIndex, WorkerKeys
 from gateway.router.worker_view import WorkerView
@@ -61,7 +62,7 @@ def placed(placer: Placer, workers: Sequence[WorkerView], one: Request) -> tuple
 
 
 def test_what_was_remembered_decides() -> None:
-    placer = Placer(0)
+    placer = Placer(homes=Homes())
     placer.remember(PREFILL_2, request())
     assert placed(placer, ALL, request()) == ("D1", "P2")
     placer.remember(DECODE_2, request())
@@ -74,7 +75,7 @@ def test_what_was_remembered_decides() -> None:
 
 
 def test_what_is_in_files_is_found_after_a_restart_and_by_others_but_the_pool_is_better() -> None:
-    placer = Placer(0)
+    placer = Placer(homes=Homes())
     one, two = replace(DECODE, store="disk"), replace(DECODE_2, store="disk")
     placer.remember(two, request())
     assert placed(placer, [PREFILL, one, two], request()) == ("D2", None)
@@ -88,7 +89,7 @@ def test_what_is_in_files_is_found_after_a_restart_and_by_others_but_the_pool_is
 
 
 def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
-    placer, first = Placer(0), request()
+    placer, first = Placer(homes=Homes()), request()
     first.emitted = list(range(PAGE_TOKENS))
     placer.remember(DECODE_2, first)
     turn = request(replace(long(), prompt_ids=(*PROMPT, *first.emitted, *range(100))))
@@ -109,7 +110,7 @@ def test_keys_are_of_whole_pages_without_the_last_token() -> None:
 
 
 def test_a_request_is_held_while_its_pages_come_to_where_it_would_go() -> None:
-    placer = Placer(0)
+    placer = Placer(homes=Homes())
     first = placer.choose(ALL, request())
     assert isinstance(first, Placement) and first.decode == DECODE
     coming = placer.begin(request(), first, ALL)
@@ -138,7 +139,7 @@ def test_choices_of_one_prompt_share_what_is_computed_of_it_and_nothing_of_their
 
 
 def test_gateways_that_know_nothing_of_each_other_place_a_session_alike() -> None:
-    gateways, elsewhere = [Placer(0) for _ in range(3)], 0
+    gateways, elsewhere = [Placer(homes=Homes()) for _ in range(3)], 0
     workers = [replace(view, max_running=64) for view in ALL]
     for number in range(40):
         turn = wanted(prompt=[number] * 40)
@@ -152,12 +153,12 @@ def test_all_gateways_place_by_what_workers_report_and_by_nothing_that_is_gone()
     keys = request().page_keys(DECODE)
     DECODE_2.keys.learn(report("D2", keys))
     PREFILL_2.keys.learn(report("P2", keys[:1]))
-    assert placed(Placer(0), ALL, request()) == ("D2", None)
+    assert placed(Placer(homes=Homes()), ALL, request()) == ("D2", None)
     DECODE_2.keys.learn(report("D2", since=1, number=3, lost=keys[1:]))
-    choice = Placer(0).choose(ALL, request())
+    choice = Placer(homes=Homes()).choose(ALL, request())
     assert isinstance(choice, Placement) and choice.decode == DECODE_2 and choice.num_cached == PAGE_TOKENS
     assert choice.prefill == PREFILL_2
-    assert placed(Placer(0, uses_cache=False), ALL, request()) == ("D1", "P1")
+    assert placed(Placer(uses_cache=False), ALL, request()) == ("D1", "P1")
 
 
 def test_keys_of_a_model_with_a_draft_head_stand_for_the_token_after_the_page() -> None:
@@ -179,7 +180,7 @@ def test_three_gateways_place_a_conversation_alike(uses_sessions: bool) -> None:
         cache.watchers.append(logs[name])
     gateways = [
         (
-            Placer(NO_LIMIT),
+            Placer(LocalPrefill(NO_LIMIT)),
             {name: replace(DECODE, incarnation=name, keys=WorkerKeys(), max_running=64) for name in names},
         )
         for _ in range(3)
@@ -236,24 +237,29 @@ def test_of_many_workers_those_are_found_that_have_most_that_are_idle_or_at_home
     keys = turn.page_keys(views[0])
     for name, count in (("P7", 150), ("D31", 190), ("D32", 80), ("D33", 20)):
         by_name[name].keys.learn(report(name, keys[:count]))
-    assert placed(Placer(0), views, turn) == ("D31", "P7")
+    assert placed(Placer(homes=Homes()), views, turn) == ("D31", "P7")
     by_name["D31"].keys.correct(keys[60:])
-    assert placed(Placer(0), views, turn)[0] == "D32", "it has the most now"
+    assert placed(Placer(homes=Homes()), views, turn)[0] == "D32", "it has the most now"
     by_name["D32"].keys.learn(report("D32b"))
-    assert placed(Placer(0), views, turn)[0] == "D31"
-    homes = {placed(Placer(0), views, request(replace(wanted(prompt=range(99)), session="s", request_id=str(at))))
-             for at in range(20)}  # fmt: skip
+    assert placed(Placer(homes=Homes()), views, turn)[0] == "D31"
+    asked = [replace(wanted(prompt=range(99)), session="s", request_id=str(at)) for at in range(20)]
+    homes = {placed(Placer(homes=Homes()), views, request(one)) for one in asked}
     assert homes == {tuple(sorted(Homes().find("s", views)))}
     only = {"P3", "D4"}
     busy = [view if view.incarnation in only else replace(view, num_mine=64) for view in views]
-    where = {placed(Placer(0), busy, request(replace(wanted(prompt=range(99)), request_id=str(at)))) for at in range(9)}
+    where = {
+        placed(Placer(homes=Homes()), busy, request(replace(wanted(prompt=range(99)), request_id=str(at))))
+        for at in range(9)
+    }
     assert where == {("D4", "P3")}, "they are the only ones with room, if no draw has them, too"
-    spread = Counter(placed(Placer(0), views, request(replace(wanted(), request_id=str(at)))) for at in range(300))
+    spread = Counter(
+        placed(Placer(homes=Homes()), views, request(replace(wanted(), request_id=str(at)))) for at in range(300)
+    )
     assert max(spread.values()) < 10
 
 
 def test_of_many_workers_the_one_that_is_about_to_have_the_prompt_is_waited_for() -> None:
-    views, placer = build_many(), Placer(0)
+    views, placer = build_many(), Placer(homes=Homes())
     one = request(wanted(prompt=range(200 * PAGE_TOKENS)))
     choice = placer.choose(views, one)
     assert isinstance(choice, Placement)
@@ -296,7 +302,7 @@ def test_the_index_knows_what_workers_have(steps: Sequence[tuple[int, str, Seque
 
 def test_after_two_mistakes_a_prompt_is_computed() -> None:
     """A third worker would be asked to lend to the one that could not read twice, and so on until attempts run out."""
-    placer, one = Placer(0), request(wanted(prompt=range(1000)))
+    placer, one = Placer(homes=Homes()), request(wanted(prompt=range(1000)))
     for worker in (PREFILL, PREFILL_2, DECODE_2):
         placer.remember(worker, one)
     alone = [replace(DECODE, free_pages=99), *(replace(view, **FULL) for view in (DECODE_2,)), PREFILL, PREFILL_2]

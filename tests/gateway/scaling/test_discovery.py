@@ -63,7 +63,7 @@ async def named_workers(
     """A gateway whose decode workers have these names."""
     registry = CollectorRegistry()
     fleet = Fleet([], static, 30 * PATIENCE_S, PATIENCE_S, 0)
-    router = Router(fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, False, Placer(0))
+    router = Router(fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, False, Placer())
     decode: Role = "decode"
     parsed = [(decode, name) for name in map(parse_named, names) if name]
     looking = Discovery(fleet, parsed, server.address, registry)

@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from gateway.router.admission import Admission
-from gateway.router.model_gate import UNREADY_S, ModelGate
 from gateway.router.placer import Placer
 from gateway.router.router import Router
 from gateway.router.worker_client import POLL_S
+from gateway.scaling.model_gate import UNREADY_S, ModelGate
 from gateway.scaling.sleepers import Sleepers
 from runtime.events import ModelState, SetAwake
 from tests.support.fake_workers import FakeDecode
@@ -35,7 +35,7 @@ class Models:
         for decode, (name, gate) in zip(fleet.decodes, self.gates.items(), strict=True):
             decode.peer.model = name
             part = fleet.fleet.add_part(name, 0) if len(names) > 1 else fleet.fleet
-            registry, placer = CollectorRegistry(), Placer(0, expects_prefill=False)
+            registry, placer = CollectorRegistry(), Placer(expects_prefill=False)
             self.routers[name] = Router(part, Admission(8), TIMEOUT_S, PATIENCE_S, registry, False, placer, clock, gate)
         self.sleepers = Sleepers(
             fleet.fleet, list(self.gates.values()), max_awake, sleep_after_s, PATIENCE_S, self.sent.append, clock

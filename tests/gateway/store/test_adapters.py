@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.router.adapter_loader import AdapterLoader
+from gateway.adapters.link import LinkedAdapters
+from gateway.adapters.loader import AdapterLoader
 from gateway.router.fleet import Fleet
 from gateway.router.worker_client import POLL_S
 from gateway.store import adapters
@@ -38,8 +39,7 @@ class Gateway:
     """Loads adapters into the virtual fleet's workers, or knows of none."""
 
     def __init__(self, virtual: VirtualFleet, fleet: Fleet, database: Database, **lora: str) -> None:
-        self._virtual, self.registry = virtual, fleet.adapters
-        self.loader = AdapterLoader(fleet, CollectorRegistry())
+        self._virtual, self.loader = virtual, AdapterLoader(fleet, CollectorRegistry())
         virtual.loop.run(lambda: self.loader.expect(lora))
         store: Any = Store(database)
         self.store: Store = store
@@ -49,7 +49,7 @@ class Gateway:
 
     @property
     def named(self) -> dict[str, str]:
-        return {name: one.digest for name, one in self.registry.named.items()}
+        return {name: one.digest for name, one in self.loader.adapters.named.items()}
 
     def call(self, work: Any) -> None:
         task = self._virtual.loop.create_task(work)
@@ -72,7 +72,9 @@ def first(fleet: VirtualFleet, database: Database) -> Gateway:
 
 def start_beside(fleet: VirtualFleet, database: Database, **lora: str) -> Gateway:
     """A gateway whose workers do not answer."""
-    return Gateway(fleet, Fleet((), (), 10.0, 60.0, 0, clock=fleet.loop.time), database, **lora)
+    return Gateway(
+        fleet, Fleet((), (), 10.0, 60.0, 0, clock=fleet.loop.time, adapters=LinkedAdapters()), database, **lora
+    )
 
 
 def test_others_follow_and_those_that_start_later(fleet: VirtualFleet, database: Database, first: Gateway) -> None:

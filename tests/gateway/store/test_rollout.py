@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gateway.router.rollout import Rollout
+from gateway.policies.rollout import Rollout
 from gateway.store.database import Database
 from gateway.store.follower import LOOK_S
 from gateway.store.rollout import SharedRollout, exchange_shares

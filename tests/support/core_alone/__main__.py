@@ -27,7 +27,7 @@ PATIENCE_S = 120.0  # with a loaded machine
 async def ask(prefill: str, decode: str, prompt: list[int], max_tokens: int) -> list[int]:
     """By hand-off: no prompt is computed by the decode worker."""
     fleet = Fleet([prefill], [decode], 1.0, PATIENCE_S, 0)
-    placer = Placer(0, no_prefill="fail")
+    placer = Placer(no_prefill="fail")
     router = Router(fleet, Admission(1), PATIENCE_S, PATIENCE_S, CollectorRegistry(), False, placer)
     fleet.start()
     try:

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from gateway.errors import not_ready
 from gateway.router.changes import Changes
 from gateway.router.engine_client import State
+from gateway.router.interfaces import Gate
 
 UNREADY_S = 30.0  # that the service is not ready after a wake that failed
 
 
-class ModelGate:
+class ModelGate(Gate):
     """Where the requests of one model wait until it is awake; without `Sleepers` it is always open."""
 
     def __init__(self, changes: Changes, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.router.local_prefill import MOST_TOKENS, ChunkCosts, Rate, prefers_local
+from gateway.policies.local_prefill import MOST_TOKENS, Rate, prefers_local
+from gateway.router.worker_view import ChunkCosts
 
 KV_BYTES = 131_072  # a token of an 8B model
 BY_IPC, BY_GRPC = KV_BYTES / 100e9, KV_BYTES / 0.8e9  # seconds a token

@@ -7,13 +7,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from gateway.router.policies import HomeFinder
 from gateway.router.worker_view import Role, WorkerView
 
 POINTS = 32  # of a worker: most have within a fifth of their share of sessions
 MAX_GONE = 1 << 12  # workers that the ring has although they may be gone
 
 
-class Homes:
+class Homes(HomeFinder):
     """Owns the ring. A worker gets its points when it is first seen."""
 
     def __init__(self) -> None:

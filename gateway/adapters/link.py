@@ -1,14 +1,14 @@
 """What one worker has of the adapters that the registry wants. Lives on the asyncio thread."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import grpc
 import structlog
 
-from gateway.router.adapters import Adapter, AdapterRegistry
+from gateway.adapters.registry import Adapter, AdapterRegistry
+from gateway.router.interfaces import Adapters, WorkerAdapters
 from protos import worker_pb2, worker_pb2_grpc
 from runtime.malformed import ask_twice
 
@@ -27,7 +27,7 @@ class LoadFailure(NamedTuple):
     retry_at: float
 
 
-class WorkerAdapters:
+class AdapterLink(WorkerAdapters):
     """Loads what the registry wants into the worker and unloads the rest, one call at a time, until `run` is cancelled.
 
     It unloads only what the registry has wanted of this incarnation: another gateway may have had others loaded.
@@ -38,13 +38,11 @@ class WorkerAdapters:
         registry: AdapterRegistry,
         address: str,
         stub: worker_pb2_grpc.WorkerStub,
-        clock: Callable[[], float] = time.monotonic,
-        mark: Callable[[], None] = lambda: None,
+        clock: Callable[[], float],
+        mark: Callable[[], None],
     ) -> None:
-        """`mark`: called when the worker has loaded or unloaded one, or could not."""
-        self.loaded: frozenset[str] = frozenset()  # digests
+        """As `Adapters.link`."""
         self.max_loras = 0  # 0: it takes none
-        self.has_slots = True  # it has refused none for want of a slot since its last status
         self._address = address
         self._registry = registry
         self._stub = stub
@@ -54,10 +52,9 @@ class WorkerAdapters:
         self._ours: set[str] = set()  # digests that the registry has wanted of this incarnation
         self._reports: dict[Adapter, str | LoadFailure] = {}  # |-> its digest here, or why it is not loaded
         self._woken = asyncio.Event()
-        self.version = 0  # grows with each change of `loaded` that no status has shown yet
 
     def learn(self, status: worker_pb2.WorkerStatus, version: int) -> None:
-        """The worker's latest status. `version`: when it was asked for; what has changed since is known better here."""
+        """What has changed since `version` is known better here."""
         is_new = status.peer.incarnation != self._incarnation
         if is_new:
             self._incarnation = status.peer.incarnation
@@ -69,17 +66,15 @@ class WorkerAdapters:
         self.has_slots = True
         self._woken.set()
 
-    def follow(self, registry: AdapterRegistry) -> None:
-        """It is to have the adapters of another model."""
-        self._registry = registry
+    def follow(self, adapters: Adapters) -> None:
+        assert isinstance(adapters, AdapterRegistry)
+        self._registry = adapters
         self._woken.set()
 
     def wake(self) -> None:
-        """What the registry wants has changed."""
         self._woken.set()
 
     def forget(self, digest: str) -> None:
-        """It refused a request because it lacks the adapter."""
         self._change(self.loaded - {digest})
 
     def _change(self, loaded: frozenset[str]) -> None:
@@ -93,7 +88,6 @@ class WorkerAdapters:
         return digest if digest in self.loaded else report if isinstance(report, LoadFailure) else None
 
     def describe(self) -> dict[str, str]:
-        """Name |-> "loaded", or why it is not."""
         return {name: self._describe(self.find(adapter)) for name, adapter in self._registry.named.items()}
 
     def _describe(self, found: str | LoadFailure | None) -> str:
@@ -155,3 +149,12 @@ class WorkerAdapters:
                 self._ours.discard(digest)
                 self._change(self.loaded - {digest})
                 self._mark()
+
+
+class LinkedAdapters(AdapterRegistry, Adapters):
+    """The registry of one model, whose workers follow it."""
+
+    def link(
+        self, address: str, stub: worker_pb2_grpc.WorkerStub, clock: Callable[[], float], mark: Callable[[], None]
+    ) -> AdapterLink:
+        return AdapterLink(self, address, stub, clock, mark)

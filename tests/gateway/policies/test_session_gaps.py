@@ -2,8 +2,7 @@
 
 from pytest import approx
 
-from gateway.router.request import YIELDING_S
-from gateway.router.session_gaps import (
+from gateway.policies.session_gaps import (
     FADING,
     FIRST_KEEP_S,
     JUDGED_S,
@@ -12,6 +11,7 @@ from gateway.router.session_gaps import (
     MAX_SESSIONS,
     SessionGaps,
 )
+from gateway.router.request import YIELDING_S
 from tests.gateway.router.test_placer import request
 from wire.retention import ALL_TOKENS, KeptPart
 

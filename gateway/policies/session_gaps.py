@@ -3,6 +3,8 @@
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
+from gateway.router.policies import KeepTimes
+
 MAX_SESSIONS = 1 << 14  # remembered; the one whose last turn is longest ago is forgotten first
 MAX_KEEP_S = 600.0  # recorded agents come back within 11 minutes 99 times of 100
 MARGIN = 2.0  # times its longest gap
@@ -21,7 +23,7 @@ class _Last:
     longest_s: float = 0.0  # gap, faded
 
 
-class SessionGaps:
+class SessionGaps(KeepTimes):
     """Remembers when sessions asked."""
 
     def __init__(self) -> None:

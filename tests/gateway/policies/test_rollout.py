@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.policies.rollout import Rollout
 from gateway.router.placement import Need, Placement, choose_placement
 from gateway.router.readiness import Unready, find_no_prefill
-from gateway.router.rollout import Rollout
 from gateway.router.worker_view import WorkerView
 from runtime.config_parts import check_shares
 from tests.gateway.router.test_requests import answer, check_error
@@ -77,16 +77,16 @@ def test_a_choice_is_one_revision_with_a_share_or_all_without(shares: dict[str, 
 def test_a_request_is_prefilled_by_the_revision_that_decodes_it() -> None:
     """Even where pages would fit: two revisions may have the same weights."""
     busy = replace(OLD[0], num_mine=3)
-    choice = choose_placement([busy, OLD[1], NEW[0]], Need(1000, 0))
+    choice = choose_placement([busy, OLD[1], NEW[0]], Need(1000))
     assert isinstance(choice, Placement) and choice.prefill == busy
-    alone = choose_placement([OLD[1], NEW[0]], Need(1000, 0))
+    alone = choose_placement([OLD[1], NEW[0]], Need(1000))
     assert isinstance(alone, Placement) and alone.prefill is None
     assert find_no_prefill([OLD[1], NEW[0]]) is not None and find_no_prefill([*OLD, NEW[0]]) is None
-    assert isinstance(choose_placement([OLD[1], NEW[0]], Need(1000, 0, no_prefill="wait")), Unready)
+    assert isinstance(choose_placement([OLD[1], NEW[0]], Need(1000, no_prefill="wait")), Unready)
 
 
 def test_what_was_lent_by_another_revision_is_read_all_the_same() -> None:
-    lent = choose_placement([*OLD, *NEW], Need(1000, 0, cached={"D2": 992, "P1": 0}, avoid=frozenset({"D2"})))
+    lent = choose_placement([*OLD, *NEW], Need(1000, cached={"D2": 992, "P1": 0}, avoid=frozenset({"D2"})))
     assert isinstance(lent, Placement) and lent.decode == OLD[1] and lent.lender == NEW[1]
 
 
@@ -119,7 +119,7 @@ def two_revisions(shares: Mapping[str, float], **fields: Any) -> Iterator[Virtua
     with virtual_fleet(decode=2, prefill=2, is_started=False, **fields) as fleet:
         for old, new in (fleet.decodes, fleet.prefills):
             old.peer.revision, new.peer.revision = "old", "new"
-        fleet.placer.rollout.shares = shares
+        fleet.rollout.shares = shares
         fleet.start()
         yield fleet
 
@@ -174,7 +174,7 @@ def test_an_answer_runs_to_its_end_where_it_began_and_a_new_request_goes_to_the_
         (session,) = [*old.sessions, *new.sessions]
         other = "new" if session in old.sessions else "old"
         session.emit(2)
-        fleet.placer.rollout.shares = {other: 1.0}
+        fleet.rollout.shares = {other: 1.0}
         later = fleet.ask("later")
         (after,) = new.sessions if other == "new" else old.sessions
         session.emit(2, "length")
@@ -215,7 +215,7 @@ def test_a_request_is_refused_by_name_where_no_revision_with_a_share_comes_in_ti
         )
         waiting = fleet.ask("waiting")
         fleet.run(1.0)
-        fleet.placer.rollout.shares = {"new": 1.0}
+        fleet.rollout.shares = {"new": 1.0}
         fleet.run(2.0)
         fleet.decodes[1].sessions[0].emit(4, "length")
         fleet.run()

@@ -1,4 +1,4 @@
-"""One try of a text that has a place: a prefill worker makes its vector. It has the verbs of an Attempt."""
+"""One try of a text that has a place: a prefill worker makes its vector."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ class EmbeddingAttempt:
         assert waiter.places is not None and isinstance(waiter.places.decode, PrefillClient)
         self._request, self._waiter, self._queue, self._record, self._clock = request, waiter, queue, record, clock
         self._worker = waiter.places.decode
-        self.incarnations = self._worker.incarnation, None
+        self.incarnations: tuple[str, str | None] = (self._worker.incarnation, None)
         record.place(WorkerName(self._worker.address, self._worker.incarnation), None, clock())
 
     def __enter__(self) -> "EmbeddingAttempt":

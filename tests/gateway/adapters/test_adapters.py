@@ -10,11 +10,11 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from gateway.adapters.link import RETRY_S
+from gateway.adapters.loader import AdapterLoader
 from gateway.errors import ApiError
-from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.request import Request
-from gateway.router.worker_adapters import RETRY_S
 from gateway.router.worker_client import POLL_S
 from runtime import rpc
 from tests.support.fake_workers import PAGE_TOKENS, FakeWorker
@@ -93,7 +93,7 @@ def test_requests_name_an_adapter_once_all_workers_have_it() -> None:
         assert (found := loads.unload("one")) is not None and found.status == 404
         gone = fleet.ask(named("one")).error
         assert gone is not None and gone.status == 404
-        fleet.fleet.adapters.check()
+        fleet.adapters.check()
 
 
 def test_running_requests_keep_what_their_name_had() -> None:
@@ -115,7 +115,7 @@ def test_running_requests_keep_what_their_name_had() -> None:
         after.leave()
         fleet.run(POLL_S)
         assert loads.loaded() == [set()]
-        fleet.fleet.adapters.check()
+        fleet.adapters.check()
 
 
 def test_an_answer_goes_on_with_the_adapter_that_began_it() -> None:
@@ -254,10 +254,10 @@ def test_an_answer_of_the_worker_that_was_there_before_says_nothing_of_the_one_t
             fleet.loop.run(answer.set)
             answer.clear()
             fleet.run()
-            assert not fleet.fleet.decode["D1"].adapters.loaded and fleet.fleet.adapters.pending
+            assert not fleet.fleet.decode["D1"].adapters.loaded and fleet.adapters.pending
             fleet.loop.run(answer.set)
             fleet.run()
-        assert after.calls == ["Load one"] and not fleet.fleet.adapters.pending
+        assert after.calls == ["Load one"] and not fleet.adapters.pending
 
 
 def test_a_restarted_worker_is_not_asked_to_unload_what_its_last_run_was_to() -> None:
@@ -332,7 +332,7 @@ def test_a_load_that_fails_somewhere_is_undone_everywhere(fault: Any, status: in
         error = loads.load("one", "/a")
         assert error is not None and (error.status, said in error.message) == (status, True), error
         fleet.run(POLL_S)
-        assert loads.loaded() == [set()] * 2 and not fleet.fleet.adapters.named
+        assert loads.loaded() == [set()] * 2 and not fleet.adapters.named
 
 
 def test_without_workers_that_take_adapters_the_load_is_refused() -> None:
@@ -378,7 +378,7 @@ def test_a_request_waits_for_an_adapter_of_the_start_no_longer_than_its_patience
         assert client.error.message.startswith("adapter 'one' is not loaded yet: worker D1: /a")
         assert loads.unload("one") is None
         fleet.run(RETRY_S + POLL_S)
-        assert not fleet.fleet.adapters.named and not fleet.fleet.adapters.pending
+        assert not fleet.adapters.named and not fleet.adapters.pending
 
 
 def test_an_adapter_that_cannot_load_holds_up_its_own_requests_only() -> None:

@@ -10,6 +10,7 @@ Before places were given, answers are taken to end at the speed of the last step
 from collections.abc import Iterable, Sequence
 from math import exp, inf
 
+from gateway.router.policies import Expectations
 from gateway.router.request import Request
 from gateway.router.worker_view import WorkerView
 
@@ -18,7 +19,7 @@ SUPPOSED = 2.0  # places: how much the supposed ends weigh beside those seen
 KEPT = 0.9  # weight of earlier answers' lengths when one is added
 
 
-class Forecast:
+class Forecast(Expectations):
     """Learns how fast places get free and how long answers are."""
 
     def __init__(self) -> None:
@@ -28,7 +29,6 @@ class Forecast:
         self._answer_tokens = 0.0
 
     def note_places(self, now: float, num_places: int, is_waited_for: bool) -> None:
-        """So many were given now; `is_waited_for`: requests wait for more."""
         passed_s = max(now - self._noted, 0.0)
         kept = exp(-passed_s / MEMORY_S)
         self._num_places, self._seconds = kept * self._num_places, kept * self._seconds
@@ -37,18 +37,15 @@ class Forecast:
         self._noted, self._is_waited_for = now, is_waited_for
 
     def note_answer(self, num_tokens: int) -> None:
-        """One ended."""
         self._answer_tokens = KEPT * (self._answer_tokens or num_tokens) + (1 - KEPT) * num_tokens
 
     def expect_tokens(self, request: Request) -> float:
-        """Of its prompt, and of the rest of its answer."""
         return request.num_missing + self._expect_answer(request)
 
     def _expect_answer(self, request: Request) -> float:
         return min(request.num_left, self._answer_tokens or inf)
 
     def predict_wait_s(self, num_before: int, running: Iterable[Request], views: Sequence[WorkerView]) -> float:
-        """Seconds until a request behind so many others has a place; 0 where nothing is known."""
         decodes = [view for view in views if view.answers and view.is_alive]
         num_free = sum(max(view.max_running - view.num_running, 0) for view in decodes if not view.is_full)
         if num_before < num_free:
@@ -59,8 +56,6 @@ class Forecast:
         seconds = self._seconds + (SUPPOSED / ends if ends else 0.0)
         return (num_before - num_free + 1) * seconds / places if places else 0.0
 
-
-def predict_prompt_s(num_tokens: int, views: Sequence[WorkerView]) -> float:
-    """Seconds for so many prompt tokens on the worker that is first done with them; 0 where no speed is known."""
-    known = [view for view in views if view.is_alive and view.tokens_per_s]
-    return min([(view.tokens_waiting + num_tokens) / view.tokens_per_s for view in known], default=0.0)
+    def predict_prompt_s(self, num_tokens: int, views: Sequence[WorkerView]) -> float:
+        known = [view for view in views if view.is_alive and view.tokens_per_s]
+        return min([(view.tokens_waiting + num_tokens) / view.tokens_per_s for view in known], default=0.0)

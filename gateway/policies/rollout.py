@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from gateway.router.policies import Revisions
 from gateway.router.worker_view import WorkerView
 
 ROUNDING = 1e-9  # of shares that add up to 1
@@ -32,7 +33,7 @@ async def _keep_to_itself(_: Mapping[str, float]) -> None:
 
 
 @dataclass(slots=True)
-class Rollout:
+class Rollout(Revisions):
     """The shares of new requests, by revision."""
 
     shares: Mapping[str, float] = field(default_factory=dict)  # as runtime/config_parts.py: check_shares takes them
