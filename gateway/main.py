@@ -297,7 +297,7 @@ def _build_fleet(
     limits = config.heartbeat_s, config.stall_s, longest
     fleet = Fleet(fixed["prefill"], fixed["decode"], *limits, open_channel, adapters=LinkedAdapters())
     for model, tokenizer in tokenizers.items() if len(tokenizers) > 1 else ():
-        fleet.add_part(model, tokenizer.context_tokens, LinkedAdapters())
+        fleet.add_part(model, tokenizer.context_tokens)
     return fleet, Discovery(fleet, names, config.dns_server, registry)
 
 

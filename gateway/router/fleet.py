@@ -64,10 +64,10 @@ class Fleet:
         for address in decode:
             self.join("decode", address)
 
-    def add_part(self, model: str, context_tokens: int, adapters: Adapters | None = None) -> "Fleet":
+    def add_part(self, model: str, context_tokens: int) -> "Fleet":
         """The workers of one of several models, as they say that they serve it. Before `start`."""
-        parts = *self._limits, context_tokens, self._open_channel, self._clock, self.changes, adapters
-        part = self.parts[model] = Fleet((), (), *parts)
+        parts = *self._limits, context_tokens, self._open_channel, self._clock, self.changes
+        part = self.parts[model] = Fleet((), (), *parts, type(self.adapters)())
         part._log = log.bind(model=model)
         return part
 
