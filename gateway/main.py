@@ -116,7 +116,7 @@ async def _serve(
     registry.register(trust.refusals.metric)
     fleet, discovery = _build_fleet(config, trust, tokenizers, registry)
     shutdown = Shutdown(config.drain_s, lambda: sum(router.admission.num_inside for router in routers.values()))
-    rollout = Rollout(config.revision_shares())
+    rollout = Rollout(config.revision_shares(), is_for_several=len(tokenizers) > 1)
     served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing, rollout)
     keepers = {name: WeightKeeper(fleet.parts.get(name, fleet)) for name in routers}
     key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None

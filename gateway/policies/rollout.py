@@ -38,6 +38,7 @@ class Rollout(Revisions):
 
     shares: Mapping[str, float] = field(default_factory=dict)  # as runtime/config_parts.py: check_shares takes them
     share: Share = _keep_to_itself  # called when an operator has changed them
+    is_for_several: bool = False  # models: revisions that no worker of a model has, alive or not, are other models'
     # of the last list of workers, as many requests ask for the same: groups that are whole, and that decode alone
     _divided: tuple[Sequence[WorkerView], Mapping[str, float], tuple[Groups, Groups]] | None = None
 
@@ -51,7 +52,14 @@ class Rollout(Revisions):
         if self._divided is None or self._divided[0] is not workers or self._divided[1] is not self.shares:
             self._divided = workers, self.shares, self._divide(workers)
         whole, spare = self._divided[2]
-        return self._draw(whole, key) or self._draw(spare, key)
+        shares = self._find_shares(workers)
+        return _draw(whole, key, shares) or _draw(spare, key, shares)
+
+    def _find_shares(self, workers: Sequence[WorkerView]) -> Mapping[str, float]:
+        if not (self.is_for_several and self.shares):
+            return self.shares
+        revisions = {view.revision for view in workers}
+        return {name: share for name, share in self.shares.items() if name in revisions}
 
     def _divide(self, workers: Sequence[WorkerView]) -> tuple[Groups, Groups]:
         revisions = {view.revision for view in workers}
@@ -68,16 +76,6 @@ class Rollout(Revisions):
                 into.setdefault(revision if revision in self.shares else REST, []).extend(views)
         return whole, spare
 
-    def _draw(self, groups: Groups, key: str) -> Sequence[WorkerView]:
-        """One of the groups that have a share: of exponential clocks the first to ring. So no session moves between two
-        groups whose shares did not change."""
-        if not self.shares:
-            return groups.get(REST, ())
-        rest = 1 - sum(self.shares.values())
-        shares = {REST: rest if rest > ROUNDING else 0.0, **self.shares}
-        rings = {name: -math.log(_draw_number(key, name)) / shares[name] for name in groups if shares[name] > 0}
-        return groups[min(rings, key=rings.__getitem__)] if rings else ()
-
     def explain(self, workers: Sequence[WorkerView]) -> str:
         """Why a new request can go to none of these workers, of which some decode."""
         alive = sorted({view.revision for view in workers if view.answers and view.is_alive})
@@ -86,6 +84,17 @@ class Rollout(Revisions):
             f"new requests go to {wanted}, of which no decode worker is alive, and alive are: {', '.join(alive)}; "
             "change it by `baton rollout` or POST /v1/revisions"
         )
+
+
+def _draw(groups: Groups, key: str, shares: Mapping[str, float]) -> Sequence[WorkerView]:
+    """One of the groups that have a share: of exponential clocks the first to ring. So no session moves between two
+    groups whose shares did not change."""
+    if not shares:
+        return groups.get(REST, ())
+    rest = 1 - sum(shares.values())
+    all_shares = {REST: rest if rest > ROUNDING else 0.0, **shares}
+    rings = {name: -math.log(_draw_number(key, name)) / all_shares[name] for name in groups if all_shares[name] > 0}
+    return groups[min(rings, key=rings.__getitem__)] if rings else ()
 
 
 def _draw_number(key: str, revision: str) -> float:

@@ -64,6 +64,19 @@ def test_shares_are_kept_and_sessions_move_only_to_the_growing_revision() -> Non
         before = now
 
 
+def test_shares_of_one_model_leave_the_others_alone() -> None:
+    """{"new": 1} for one model, of which `third` is none: the other model's workers have no revision with a share."""
+    both = Rollout({"new": 0.5, "third": 0.5}, is_for_several=True)
+    drawn = {view.revision for key in KEYS[:50] for view in both.choose([*OLD, *NEW], key)}
+    assert drawn == {"old", "new"}, "half of its requests go to `new`, the rest to its old one"
+    for shares in ({"new": 1.0}, {"new": 0.0}):
+        several = Rollout(shares, is_for_several=True)
+        assert {view.revision for view in several.choose([*OLD, *THIRD], "s")} == {"old", "third"}
+        dead = [replace(view, **DEAD) for view in NEW]
+        found = {view.revision for view in several.choose([*OLD, *dead], "s")}
+        assert found == (set() if shares["new"] else {"old"}), "known and dead: the operator's wish counts"
+
+
 @given(st.dictionaries(st.sampled_from(["old", "new", "third"]), st.floats(0, 1), max_size=3), st.text(max_size=9))
 def test_a_choice_is_one_revision_with_a_share_or_all_without(shares: dict[str, float], key: str) -> None:
     if check_shares(shares) is not None:
