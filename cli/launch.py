@@ -20,7 +20,7 @@ OUTPUT_TOKENS = 8192  # most of an answer that opencode keeps free in the contex
 
 
 class Target(NamedTuple):
-    """What an agent is to ask."""
+    """The service and the model that an agent is to ask."""
 
     url: str  # of the service, without /v1
     model: str

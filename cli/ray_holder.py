@@ -1,4 +1,4 @@
-"""What runs on a node of a Ray cluster: an actor with one process of Baton's as its child. See ray_fleet.py."""
+"""The actor on a node of a Ray cluster, which has one process of Baton's as its child. See ray_fleet.py."""
 
 import asyncio
 import os

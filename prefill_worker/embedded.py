@@ -19,14 +19,14 @@ from worker.sequences import Update
 
 @dataclass(slots=True)
 class Embedding:
-    """One text's, while it is computed."""
+    """The vector of one text, while it is computed."""
 
     ended: asyncio.Future[Update] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     vector: bytes = b""
 
 
 class EmbeddedTexts(StepExtras):
-    """Owns the vectors of running calls. A text is a sequence whose answer is one token, which is no token."""
+    """Owns the vectors of running calls. A text is a sequence whose answer is one token, which means nothing."""
 
     def __init__(self, pooled: Vectors | None) -> None:
         """pooled: None: the model answers."""
@@ -56,7 +56,7 @@ class EmbeddedTexts(StepExtras):
         return params, self._running[handle]
 
     def end(self, params: SequenceParams) -> None:
-        """Its call is over."""
+        """Forgets the vector: its call is over."""
         self._running.pop(params.handle, None)
 
     def judge(
@@ -79,7 +79,7 @@ class EmbeddedTexts(StepExtras):
 
 
 def read_result(update: Update, embedding: Embedding) -> prefill_pb2.EmbedPromptResponse | tuple[grpc.StatusCode, str]:
-    """What a text's last update says, or why it has no vector."""
+    """The answer to a text's call, from its last update; or the status and reason if it has no vector."""
     sequence, timing = update.sequence, update.timing
     if update.error or not embedding.vector or timing is None:
         return grpc.StatusCode.INTERNAL, update.error or "the step made no vector"

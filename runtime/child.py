@@ -303,7 +303,7 @@ async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Coroutine[An
 
 
 async def open_stream(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Of a connected socket."""
+    """Opens streams on a connected socket."""
     is_local = sock.family is socket.AF_UNIX
     return await (asyncio.open_unix_connection if is_local else asyncio.open_connection)(sock=sock)
 

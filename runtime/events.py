@@ -1,4 +1,4 @@
-"""What a process and the one that started it tell each other, as JSON lines on a socket (lifecycle.py). Pure."""
+"""Messages between a process and the one that started it, as JSON lines on a socket (lifecycle.py). Pure."""
 
 from typing import Literal
 

@@ -55,7 +55,7 @@ class ReadyReporter:
     def _write(self, event: Loading | Ready) -> None:
         if self._fd is None:
             return
-        with suppress(ConnectionError):  # the reader is gone, which is no reason to end
+        with suppress(ConnectionError):  # the reader is gone, which is not a reason to end
             os.write(self._fd, msgspec.json.encode(event) + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""What a class of settings is: frozen, complete and valid, or not built at all. Values come from `cli/`.
+"""The base of classes of settings: frozen, complete and valid, or not built at all. Values come from `cli/`.
 
 A field's annotation has its checks; the string below it is its line in `--help`.
 """
