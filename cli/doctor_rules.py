@@ -259,7 +259,7 @@ def judge_hand_off(config: ServeConfig, prefill: WorkerPlan, decode: WorkerPlan,
 
 
 def describe_peer(config: ServeConfig, machine: Machine, model: Model, worker: WorkerPlan) -> kv_pb2.Peer:
-    """As much of a worker's identity as the choice of a transport needs."""
+    """The part of a worker's identity that the choice of a transport needs."""
     pool_fd = None if machine.memory_file_error else 0
     peer = kv_pb2.Peer(address=worker.name, pid=sum(worker.name.encode()), pool_fd=pool_fd)  # of each its own
     for index in worker.gpus:

@@ -52,12 +52,12 @@ class Holder:
         return msgspec.structs.replace(ready, address=f"{bracketed(node)}:{port}") if is_any(host) else ready
 
     async def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the process's exit status."""
         assert self._process is not None
         return await asyncio.shield(self._process.end)
 
     def name_workers(self, addresses: Addresses) -> None:
-        """For the gateway: one file for each role."""
+        """Write the workers' addresses for the gateway: one file for each role."""
         assert self._folder is not None
         for role, named in addresses.items():
             new = Path(self._folder.name, f"{role}.new")
@@ -72,7 +72,7 @@ class Holder:
         return {one.labels["role"]: int(one.value) for one in samples}
 
     async def end(self, stop_s: float) -> None:
-        """It drains; after `stop_s` it is killed."""
+        """Let the process drain, and kill it after `stop_s`."""
         if self._process is not None and not self._process.end.done():
             self._process.terminate()
             if not (await asyncio.wait([self._process.end], timeout=stop_s))[0]:

@@ -76,7 +76,7 @@ class ChildProcess:
         self.ended.set_result(code)
 
     async def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit status. Raises TimeoutError."""
+        """Wait for its exit status. Raises TimeoutError."""
         return await asyncio.wait_for(asyncio.wrap_future(self.ended), timeout_s)
 
     def terminate(self) -> None:
@@ -93,7 +93,7 @@ class ChildProcess:
 
 
 def with_our_packages(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a Python process, which then imports `cli` or `runtime` from here, whoever else has one."""
+    """The environment of a Python process that imports `cli` and `runtime` from here, whatever else has these names."""
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -115,7 +115,7 @@ class Answerer(Generic[AnswerT]):
         self.trouble = ""  # why it answers no more
 
     async def wait(self, timeout_s: float | None = None) -> int:
-        """For its end. Raises TimeoutError."""
+        """Wait for its end. Raises TimeoutError."""
         raise NotImplementedError
 
     def kill(self) -> None:

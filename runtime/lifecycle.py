@@ -173,7 +173,7 @@ class Shutdown:
             self._is_idle.set()
 
     async def wait(self) -> None:
-        """Until the drain has begun, and then until nothing is left or `drain_s` is over."""
+        """Wait until the drain has begun, and then until nothing is left or `drain_s` is over."""
         await self.begun.wait()
         try:
             async with asyncio.timeout(self.drain_s):
