@@ -43,7 +43,7 @@ class AdapterLoader:
         loaded.set_function(lambda: len(self.adapters.named) - len(self.adapters.pending))
 
     def expect(self, paths: Mapping[str, str]) -> None:
-        """Those of --lora: each is tried until it is loaded, or unloaded; meanwhile requests for it wait."""
+        """Takes the adapters of --lora: each is tried until loaded, or unloaded; meanwhile requests for it wait."""
         for name, path in paths.items():
             self.adapters.expect(name, path)
 

@@ -31,7 +31,7 @@ class BatchFault(msgspec.Struct):
 
 
 class BatchFaults(msgspec.Struct):
-    """The same, as a list."""
+    """Why a whole batch failed, as a list."""
 
     data: list[BatchFault]
     object: Literal["list"] = "list"
@@ -69,7 +69,7 @@ class Batch(msgspec.Struct, tag_field="object", tag="batch"):
     metadata: dict[str, str] | None = None
 
     def enter(self, status: Status) -> None:
-        """The batch is now in this state, which is not `validating`."""
+        """Puts the batch into this state, which is not `validating`."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
