@@ -59,7 +59,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """One request's. Attributes have the names of OpenTelemetry's conventions for generative AI."""
+    """The trace of one request. Attributes have the names of OpenTelemetry's conventions for generative AI."""
 
     def __init__(self, tracer: Tracer, span: Span, arrived_s: float) -> None:
         self._tracer = tracer

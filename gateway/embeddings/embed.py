@@ -36,7 +36,7 @@ Text = str | Sequence[int] | tuple[str, str]  # a text, its token ids, or a quer
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest:
-    """What a client asks for. None: not given."""
+    """A client's request for vectors, scores or classes. None: not given."""
 
     model: str | None
     texts: Sequence[Text]
@@ -98,7 +98,7 @@ async def embed(
 
 
 def _check(raw: EmbedRequest, pooling: Pooling, tokenizer: Tokenizer) -> None:
-    """Rules that need no tokens."""
+    """Checks the rules that need no tokens. Raises ApiError."""
     most, param = tokenizer.context_tokens - 1, raw.params[0].partition("[")[0] if raw.params else "input"
     if not raw.texts:
         raise bad_request(f"{param} is empty; send at least one text", param)
@@ -193,7 +193,7 @@ async def _run(
     served: ServedModel, wanted: Sequence[TokenizedRequest], arrived_s: float, key: Key, num_tokens: int,
     hold: Hold | None,
 ) -> list[Floats]:  # fmt: skip
-    """The first text that fails ends the others."""
+    """Computes a row of numbers for each text. The first text that fails ends the others."""
     rows: dict[int, Floats] = {}
     meters = [ChoiceMeter(served.metrics, arrived_s, one.owner, is_live=False) for one in wanted]
     held: Callable[[int], None] = lambda count: served.waiting.add(key.name, count)  # noqa: E731

@@ -24,7 +24,7 @@ MAX_GROWTH = 2  # times those alive: a burst, or a speed measured on small promp
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What one worker should have to do at most."""
+    """The most that one worker should have to do."""
 
     prefill_wait_s: float  # seconds of its own work that wait
     kv_usage: float  # share of its pages, and of its places

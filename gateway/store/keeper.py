@@ -240,7 +240,7 @@ class AnswerKeeper:
         return answer.result
 
     async def delete(self, kind: Kind, answer_id: str, key: Key) -> None:
-        """Raises ApiError."""
+        """Deletes an answer. Raises ApiError."""
         await self.find(kind, answer_id, key)
         await self.runs.delete(answer_id)
 
@@ -258,7 +258,7 @@ def _line_refusal() -> ApiError:
 
 
 class _Frame:
-    """Around the events of a stored answer, which say themselves how it ends."""
+    """The frame of a stored answer's stream, whose events say themselves how it ends."""
 
     ping, done = COMMENT_PING, b""
 

@@ -152,7 +152,7 @@ class Replays:
                         yield shown
 
     async def _read_all(self, answer: Answer, place: Place) -> Events:
-        """The same; some are empty."""
+        """Yields the same events; some are empty."""
         asked = msgspec.msgpack.decode(answer.asked, type=Asked)
         prepared, tokens = await self.prepare(answer, asked), StoredTokens(self._tail, answer)
         totals = prepared.totals
@@ -209,7 +209,7 @@ class _OpenChoices:
 
 
 def digest_of(job: PreparedRequest) -> bytes:
-    """Of all that workers get of its prompts."""
+    """A digest of all that workers get of a job's prompts."""
     digest = blake2b(digest_size=16)
     for prompt in job.prompts:
         digest.update(np.array(prompt.ids, np.int32).tobytes())

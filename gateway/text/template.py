@@ -20,7 +20,7 @@ class TemplateRefusalError(Exception):
 
 
 class Conversation(msgspec.Struct):
-    """What a template is given."""
+    """The input of a template."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()

@@ -27,7 +27,7 @@ SAMPLES = (*"a \n0A._é▁日🙂ﷺ\u200d", "a!", "a ", "aA", "a1", "The quick 
 
 
 class Usable(msgspec.Struct, tag=True):
-    """It can."""
+    """The tokenizer can be used."""
 
     tried: Tried
 

@@ -36,7 +36,7 @@ class Tool:
         return {"type": "object", "properties": {}} if self.parameters is None else as_object(self.parameters)
 
     def as_template_input(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool as chat templates take it."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.schema)}}
 
