@@ -53,7 +53,7 @@ class Pooling:
     default_prompt: str = ""  # the name of one
 
     def describe(self) -> str:
-        """What the model makes, and which endpoint to call, for a client that asked for something else."""
+        """Says what the model makes, and which endpoint to call, to a client that asked for something else."""
         made = {
             "embed": "embeddings: send texts to /v1/embeddings",
             "score": "scores of pairs of texts: send them to /v1/rerank or /v1/score",
