@@ -74,7 +74,7 @@ def start_opencode(target: Target) -> Start:
 
 
 class Agent(NamedTuple):
-    """One program."""
+    """A program that `baton launch` can start."""
 
     package: str  # of npm
     least_context_tokens: int  # its first prompt, an answer and some results of tools

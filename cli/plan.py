@@ -174,7 +174,7 @@ def secrets_of(target: type[Settings], config: ServeConfig) -> dict[str, str]:
 
 
 def pin_ports(spec: ProcessSpec, ready: Ready) -> ProcessSpec:
-    """The same worker, on the ports that it got: gateways and scrapers know them."""
+    """A worker's spec with the ports that it got, which it keeps: gateways and scrapers know them."""
     ports = {"port": ready.address, "ops_port": ready.ops_address}
     pinned = {name: int(address.rpartition(":")[2]) for name, address in ports.items() if address}
     return replace(spec, settings=replace(spec.settings, **pinned))

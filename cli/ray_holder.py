@@ -33,7 +33,7 @@ class Holder:
         self._process: Process | None = None
 
     async def start(self, spec: ProcessSpec, addresses: Addresses) -> Ready | int:
-        """Its report, or the exit status of one that never was ready. `addresses`: see `name_workers`."""
+        """Start it. Returns its report, or its exit status if it never was ready. `addresses`: see `name_workers`."""
         node = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: a process decides by its own settings
         if spec.role == "gateway":

@@ -270,7 +270,7 @@ class Supervisor:
         await self._end(list(self._workers.values()))
 
     async def _end(self, processes: Sequence[Process]) -> None:
-        """Each is asked, given time, and killed."""
+        """Ask each process to end, give it time, and kill it."""
         for process in processes:
             process.terminate()
         if ends := [process.end for process in processes]:

@@ -186,7 +186,7 @@ def _classify(error: BaseException) -> tuple[str, bool]:
 
 
 def _describe(attempt: AttemptRecord) -> dict[str, Attribute]:
-    """Its number, its workers, and what they report. Seconds are as measured there: phases may overlap."""
+    """An attempt's number, its workers, and what they report. Seconds are as measured there: phases may overlap."""
     known: dict[str, Attribute] = {"baton.attempt": attempt.number}
     for role, worker in (("decode", attempt.decode), ("prefill", attempt.prefill)):
         if worker is not None:

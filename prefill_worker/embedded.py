@@ -62,7 +62,7 @@ class EmbeddedTexts(StepExtras):
     def judge(
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
-        """On the engine thread: the rows of the step are still those of its sequences."""
+        """Takes the vectors, on the engine thread: the rows of the step are still those of its sequences."""
         for step in flight.planned:
             if self._pooled is not None and step.num_chosen:
                 vector, running = self._pooled.take(step.sequence.row), self._running.get(step.sequence.params.handle)
@@ -71,7 +71,7 @@ class EmbeddedTexts(StepExtras):
         return {}
 
     def on_updates(self, updates: Seq[Update]) -> None:
-        """On the asyncio thread."""
+        """Wakes the calls of texts that ended. On the asyncio thread."""
         for update in updates:
             running = self._running.get(update.sequence.params.handle)
             if running is not None and update.finish_reason and not running.ended.done():

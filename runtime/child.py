@@ -224,15 +224,15 @@ class StandingChild(Generic[AnswerT]):
         self._start = start
         self._start_s = start_s
         self.child: ChildServer[AnswerT] | None = None
-        self._starting: asyncio.Task[AnswerT] | None = None  # the last start: of all who wait, whoever is cancelled
+        self._starting: asyncio.Task[AnswerT] | None = None  # the last start, shared by all callers that wait
         self._is_closed = False
 
     async def ready(self) -> AnswerT:
-        """Its answer to the first call. Raises ChildError if it does not start."""
+        """Start it if needed; its answer to the first call. Raises ChildError if it does not start."""
         starting = self._starting
         if starting is None or (starting.done() and not (self.child is not None and self.child.is_answering)):
             starting = self._starting = asyncio.create_task(self._replace())
-            starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits
+            starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps no caller waits
         return await asyncio.shield(starting)
 
     async def _replace(self) -> AnswerT:

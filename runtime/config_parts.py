@@ -186,7 +186,7 @@ def roles_of(setting: WorkerRoles) -> tuple[str, ...]:
 
 
 def at_least_a_page(config: EngineConfig, name: str) -> None:
-    """For annotations: a page of tokens or more, or 0."""
+    """A check for annotations: a page of tokens or more, or 0."""
     if getattr(config, name):
         config.require_count(name, config.page_tokens)
 

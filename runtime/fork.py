@@ -96,7 +96,7 @@ class Fork:
                 self.end()
 
     def ask_now(self, call: bytes = b"") -> msgspec.Raw | Trouble:
-        """The same without an event loop."""
+        """As `ask`, without an event loop."""
         self._ours.settimeout(self._limits.wall_s)
         try:
             self._ours.sendall(frame(call))

@@ -58,7 +58,7 @@ class OpsServer:
     """Listens from its construction to the end of the `with` block. Until `follow` the process counts as loading."""
 
     def __init__(self, host: str, port: int) -> None:
-        """With `port` 0 the system picks one. Raises OSError."""
+        """Begins to listen; with `port` 0 the system picks one. Raises OSError."""
         listener = listen_tcp(host, port, "--ops-port")
         self.address = f"{bracketed(host)}:{listener.getsockname()[1]}"
         self._is_local = is_loopback(host)

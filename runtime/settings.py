@@ -45,12 +45,12 @@ class Settings:
 
 
 def count(least: int, most: int = MAX_COUNT) -> Check:
-    """For annotations: Annotated[int, count(1)] is 1 to MAX_COUNT."""
+    """A check for annotations: Annotated[int, count(1)] is 1 to MAX_COUNT."""
     return partial(Settings.require_count, least=least, most=most)
 
 
 def needs(is_valid: Callable[[Any], bool], wanted: str) -> Check:
-    """For annotations: a value that `wanted` describes."""
+    """A check for annotations: a value that `wanted` describes."""
     return lambda config, name: config.require(name, is_valid(getattr(config, name)), wanted)
 
 

@@ -81,7 +81,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """FileNotFoundError if it is missing."""
+    """The text of a file. FileNotFoundError if it is missing; ValueError if it is not UTF-8."""
     check_file(path)
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -90,12 +90,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """FileNotFoundError if it is missing."""
+    """The JSON value in a file. FileNotFoundError if it is missing; ValueError if it is not JSON."""
     return parse_json(read_text(path), path)
 
 
 def read_json_object(path: Path) -> Mapping[str, Any]:
-    """The same of a file that must hold an object."""
+    """As `read_json`, for a file that must hold an object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")

@@ -35,7 +35,7 @@ TEST_BYTES = 64 << 10  # random, behind the last page of a pool on a GPU: a peer
 
 
 def find_test_bytes(pages_bytes: int) -> int:
-    """Where they begin, behind pages of so many bytes: on 256, as an allocation does."""
+    """Where the TEST_BYTES begin, behind pages of `pages_bytes`: on a multiple of 256, as an allocation does."""
     return -(-pages_bytes // 256) * 256
 
 

@@ -55,7 +55,7 @@ _NOT_ASCII = (  # as \u and digits
 
 @dataclass(slots=True)
 class _Item:
-    """One after the other they make an alternative: a text as the result has it, a group, or an anchor."""
+    """A part of an alternative, which is a list of them: a text as the result has it, a group, or an anchor."""
 
     text: str = ""
     group: "list[list[_Item]] | None" = None

@@ -62,7 +62,7 @@ class Keys:
         self.are_several = len(api_keys) > 1 or has_file
 
     def replace(self, keys: Sequence[Key]) -> None:
-        """These are accepted now, besides those of the start. One that is as before keeps what it has left."""
+        """Accepts these keys, besides those of the start. One that is as before keeps what it has left."""
         before = {key.name: key for key in self._keys}
         self._keys = [*self._fixed, *(before[key.name] if before.get(key.name) == key else key for key in keys)]
 

@@ -98,7 +98,7 @@ class AdapterLink(WorkerAdapters):
         return found.reason if found else "not loaded yet"
 
     async def run(self) -> None:
-        """After each status, and each change of the registry."""
+        """Loads and unloads after each status, and each change of the registry."""
         while True:
             await self._woken.wait()
             self._woken.clear()

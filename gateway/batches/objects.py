@@ -74,7 +74,7 @@ class Batch(msgspec.Struct, tag_field="object", tag="batch"):
         setattr(self, f"{status}_at", int(time.time()))
 
     def cancel(self, asked_s: int) -> None:
-        """Its client has asked for that. No effect on one that is over."""
+        """Notes that its client has asked to cancel it. No effect on one that is over."""
         if self.status not in OVER and self.status != "cancelling":
             self.status, self.cancelling_at = "cancelling", asked_s
 

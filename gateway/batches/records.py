@@ -171,13 +171,13 @@ def claim(database: Database, gateway: str, lease_s: float, folder: str) -> list
 
 
 def release_all(database: Database) -> None:
-    """No gateway runs any of the batches."""
+    """Frees all batches: no gateway runs any of them."""
     with database.transaction(is_written=True):
         database.do("UPDATE batch_records SET gateway = '', lease_until = 0 WHERE is_open = 1")
 
 
 def release(database: Database, gateway: str, ids: Collection[str]) -> None:
-    """Any other gateway may take these batches of this one at once."""
+    """Frees these batches of this gateway: any other may take them at once."""
     with database.transaction(is_written=True):
         for record_id in ids:
             sql = "UPDATE batch_records SET gateway = '', lease_until = 0 WHERE id = :id AND gateway = :gateway"

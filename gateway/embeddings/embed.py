@@ -27,7 +27,7 @@ from wire.sampling import SamplingParams
 MAX_TEXTS = 2048  # of a request, as in OpenAI's API
 MAX_TEXT_BYTES = 1 << 20  # of a text that is cut; others have as many as fit the model (request/rules.py)
 MAX_ALL_BYTES = 8 << 20  # of all texts, where a query counts with each document: a body need not be that large
-AT_ONCE = 64  # texts that are tokenised before it is looked whether somebody still waits
+AT_ONCE = 64  # texts that are tokenised before we look whether the client still waits
 NO_SAMPLING = SamplingParams(temperature=0.0)
 
 Floats = NDArray[np.float32]

@@ -105,7 +105,7 @@ def build(
     age_s: float,
     warnings: Sequence[str],
 ) -> PreparedRequest:
-    """All choices of the request. `name`: that the answer has as its model; `warnings`: about its prompts."""
+    """Builds all choices of the request. `name`: of the model, in the answer; `warnings`: about its prompts."""
     request, tokenizer = checked.request, model.tokenizer
     lengths = [rules.resolve_lengths(request, len(prompt.ids), tokenizer.context_tokens) for prompt in prompts]
     memos = [PromptMemo() for _ in prompts]
@@ -167,7 +167,7 @@ def _find_lowered(request: GenerateRequest, lengths: Sequence[tuple[int, int]]) 
 
 
 def _with_seed(checked: Rules, rank: int) -> SamplingParams:
-    """Without a given seed, equal prompts of one request get different ones."""
+    """Sampling parameters with a seed. If none is given, equal prompts of one request get different seeds."""
     given = "seed" in checked.request.sampling
     return replace(checked.sampling, seed=(checked.sampling.seed + rank) % 2**64 if given else secrets.randbits(63))
 

@@ -161,5 +161,5 @@ class PreparedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counts once."""
+        """The tokens of all prompts; each prompt counts once."""
         return sum(len(prompt.ids) for prompt in self.prompts)

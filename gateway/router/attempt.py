@@ -190,7 +190,7 @@ class Attempt:
                 return tokens
 
     async def _next_event(self) -> SessionEvent:
-        """After the deadline what has arrived counts only if it is all of the answer: its reader may be slow."""
+        """Wait for an event. After the deadline one counts only if the whole answer is here: its reader may be slow."""
         while True:
             is_late = self._clock() >= self._request.due
             if self._session.inbox and (not is_late or self._session.is_over):

@@ -162,7 +162,7 @@ class DecodeClient(WorkerClient):
             session.put(delta)
 
     def _lose_all(self, detail: str, is_stuck: bool = False) -> None:
-        """No open session gets any more; the one that has been silent for longest goes on first."""
+        """Fail all open sessions; the one that has been silent for longest goes on first."""
         for session in sorted(self._sessions.values(), key=lambda session: session.silent_since):
             if session.stream != self._stream:
                 session.on_over()

@@ -75,7 +75,7 @@ class TokenizedRequest:
     deadline_s: float | None = None  # its first token must come within so many seconds of its arrival
     call: str = ""  # id of the client's request, to which this is one of the answers; empty: `request_id`
     session: str = ""  # name of the conversation that it is a turn of; empty: unknown
-    owner: str = ""  # short name of whoever's share of the service it counts for
+    owner: str = ""  # short name of the key whose share of the service it counts for
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position
     kept: tuple[KeptPart, ...] = ()  # parts of the prompt that its client marks
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone

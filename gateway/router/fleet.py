@@ -55,7 +55,7 @@ class Fleet:
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
         self.adapters = adapters or Adapters()
         self.adapters.on_change = self._wake_all
-        self.replaced: set[str] = set()  # fingerprints of weights: whoever has them gets others (scaling/weights.py)
+        self.replaced: set[str] = set()  # fingerprints of weights: workers with them get others (scaling/weights.py)
         self._index = KeyIndex()
         self.prefill: dict[str, PrefillClient] = {}
         self.decode: dict[str, DecodeClient] = {}

@@ -59,7 +59,7 @@ class Adapters:
 
 
 class Gate:
-    """Where requests wait for a model whose workers do not run now: they always do."""
+    """Where requests wait for a model whose workers do not run now. Here they always run."""
 
     name = ""
     state: State = "awake"

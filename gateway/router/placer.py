@@ -181,7 +181,7 @@ class Placer:
 
 
 def _find_stores(workers: Sequence[WorkerView]) -> dict[str, list[set[bytes]]]:
-    """Where KV is saved |-> the keys that each worker has there: all read them."""
+    """Where KV is saved |-> the keys that each worker has there. All workers with this store read them."""
     stores: dict[str, list[set[bytes]]] = {}
     for view in workers:
         if view.store:

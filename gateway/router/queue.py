@@ -279,7 +279,7 @@ class Queue:
             self._refuse(waiter, not_ready(lacking.detail, lacking.code))
 
     def _place(self, waiter: Waiter, choice: Placement, views: Sequence[WorkerView]) -> Places:
-        """All that may fail comes first: then it still waits, and holds nothing."""
+        """Give it its places. All that may fail comes first: then it still waits, and holds nothing."""
         request = waiter.request
         num_tokens = self._forecast.expect_tokens(request) - choice.num_cached
         decode = self._workers[choice.decode.role][choice.decode.address]

@@ -87,7 +87,7 @@ class Request:
         self._prompt = memo.packed = memo.packed or _pack(self.wanted.prompt_ids)
 
     def hold_adapter(self, digest: str) -> None:
-        """Its adapter from now on. Raises ApiError if its answer began with another one."""
+        """Use this adapter from now on. Raises ApiError if its answer began with another one."""
         if self._began_with and digest != self._began_with:
             name = f"adapter '{self.wanted.adapter}'"
             why = f"{name} is {digest} now, and the answer began with {self._began_with}; ask again"

@@ -168,7 +168,7 @@ class WorkerClient:
         self._end_poll(self._between_s)
 
     def _miss(self, error: grpc.aio.AioRpcError) -> None:
-        """No answer. The reason is logged when it is new. Distrust does not go away by waiting."""
+        """Note a poll without an answer. Its reason is logged when it is new. Distrust does not go away by waiting."""
         distrust = rpc.find_distrust(error)
         silence = f"does not answer ({distrust or error.code().name})"
         if silence != self._silence and distrust is not None:

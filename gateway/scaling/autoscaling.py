@@ -52,7 +52,7 @@ def advise(
 
 
 def _desired(known: Sequence[WorkerView], alive: Sequence[WorkerView], load: float | None, goal: float) -> int:
-    """At least one; while the load is not known, as many as there are."""
+    """The number of workers wanted: at least one; while the load is not known, as many as there are."""
     if load is None:
         return max(len(known), 1)
     up, down = ceil(load / goal), ceil(load / (CALM * goal))

@@ -35,7 +35,7 @@ class ModelGate(Gate):
 
     @property
     def has_just_failed(self) -> bool:
-        """Later it is like asleep: nothing would wake it if readiness probes kept requests away for good."""
+        """Whether it just failed. Later it is like asleep, or readiness probes would keep requests away for good."""
         return self.state == "failed" and self._clock() - self._changed_at < UNREADY_S
 
     def describe(self) -> str:

@@ -34,7 +34,7 @@ class StoredWriter(Protocol):
 
     @property
     def ended(self) -> tuple[Status, bytes] | None:
-        """At its end: its status, and the whole answer as JSON."""
+        """The status and the whole answer, as JSON, once it has ended; None before."""
 
     def begin(self) -> list[Event]:
         """Events that need no piece yet."""

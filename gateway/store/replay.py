@@ -48,7 +48,7 @@ class Asked(msgspec.Struct):
 
     @property
     def is_kept(self) -> bool:
-        """Its client knows its id before its end, and may read it anywhere."""
+        """Whether its client knows its id before its end, and may read it anywhere."""
         return self.is_background or self.is_streamed
 
 
@@ -63,7 +63,7 @@ class Replays:
         self._served, self._reads = served, reads
         self._tail = Tail(reads)
         self._followers = Shared(MAX_FOLLOWERS)
-        self._metrics = RequestMetrics(CollectorRegistry(), 0.0)  # of answers that are only read: nobody's
+        self._metrics = RequestMetrics(CollectorRegistry(), 0.0)  # of answers that are only read: not exported
 
     async def find_history(self, answer_id: str, key: Key, *, waits: bool) -> list[Answer]:
         """The conversation that ends with an answer. `waits`: another gateway may be writing it. Raises ApiError."""

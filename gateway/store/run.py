@@ -94,7 +94,7 @@ def find_end(events: Sequence[Event]) -> Sequence[Event]:
 
 
 class Run:
-    """Computes an answer until its end, though nobody may listen."""
+    """Computes an answer until its end, even if no client listens."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """No events will follow here."""
+        """Whether no more events will follow here."""
         return self.is_lost or self.answer.status not in RUNNING
 
     @property
@@ -158,7 +158,7 @@ class Run:
 
     async def _run(self) -> None:
         numbers = iter(range(len(self.choices)))
-        is_whole = not self.is_kept  # nobody reads it before its end
+        is_whole = not self.is_kept  # no client reads it before its end
         pieces = stream_choices(
             self._served, self.totals, lambda stream: self._follow(next(numbers), stream), is_whole=is_whole
         )
@@ -169,7 +169,7 @@ class Run:
                         self.choices[index].finish = self.choices[index].finish or piece.finish_reason
                     self._note(self._writer.events(index, piece))
         except ApiError as error:
-            if self.is_kept and not (self.is_new or self.is_held()):  # whoever has it now may do better
+            if self.is_kept and not (self.is_new or self.is_held()):  # the gateway that has it now may do better
                 self.is_lost = True
                 self._note([])
             else:
@@ -207,7 +207,7 @@ class Run:
 
     def _fail(self, error: ApiError) -> None:
         self.error = error
-        self.is_lost = self.is_refused and self.is_new  # then nobody needs it
+        self.is_lost = self.is_refused and self.is_new  # then no client needs it
         self._note(self._writer.failed(error))
 
     def _note(self, events: Sequence[Event]) -> None:

@@ -145,7 +145,7 @@ class Tokenizer:
         return list(self._backend.get_added_tokens_decoder().values())
 
     def patterns(self) -> list[str]:
-        """All texts in what normalises and splits, regular expressions included."""
+        """All texts in the normalizer and the pre-tokenizer, regular expressions included."""
         parts = [part for part in (self._backend.normalizer, self._backend.pre_tokenizer) if part is not None]
         return sorted(set(_texts_in([msgspec.json.decode(part.__getstate__()) for part in parts])))
 
@@ -158,7 +158,7 @@ class Tokenizer:
         self.eos_token_ids |= {self._backend.token_to_id(text) for text in texts if self.has_token(text)}
 
     def _find_template(self, tools: Sequence[Any] = ()) -> str:
-        """Its source; empty if there is none."""
+        """The source of the chat template; empty if there is none."""
         try:
             return str(self._hf.get_chat_template(tools=tools or None))
         except ValueError:
@@ -174,7 +174,7 @@ class Tokenizer:
         return Tried(prints_texts, self._render_if_taken(turns), probes)
 
     def _render_if_taken(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Empty if the template refuses them, or there is none."""
+        """The text of a conversation; empty if the template refuses it, or there is none."""
         try:
             return self.render_chat(messages, tools=tools) if self.chat_templates else ""
         except TemplateRefusalError:

@@ -137,7 +137,7 @@ class ArgumentReader:
         return True
 
     def _space(self) -> Reading[None]:
-        """All whitespace here."""
+        """Takes and writes all whitespace here."""
         while True:
             found = _SPACES.match(self._held, self._at)
             self._move(found.end())
@@ -155,7 +155,7 @@ class ArgumentReader:
     # Arguments.
 
     def _members(self, types_of: Callable[[str], Collection[str]]) -> Reading[bool]:
-        """All arguments of a call, whose opening bracket is taken in Python. `types_of`: an argument's, by name."""
+        """Reads a call's arguments, whose opening bracket is taken in Python. `types_of`: by the argument's name."""
         if self._format.style == "xml":
             return (yield from self._parameters(types_of))
         if self._format.style == "python":

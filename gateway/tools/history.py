@@ -27,7 +27,7 @@ def join_parts(parts: Iterable[Any]) -> Any:
 
 
 def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """One of a message's `tool_calls`."""
+    """A call, as templates have it in a message's `tool_calls`."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -51,7 +51,7 @@ class NamedChoice:
 
 @dataclass(frozen=True, slots=True)
 class AllowedChoice:
-    """These tools may be called, or one of them must be."""
+    """A client's choice of tools: these may be called, or one of them must be."""
 
     names: Sequence[str]
     mode: Literal["auto", "required"]

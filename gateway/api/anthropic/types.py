@@ -184,7 +184,7 @@ class CountTokensRequest(Markable):
         )
 
     def _list_parts(self, num_before: int, ends: Sequence[int]) -> Iterator[tuple[int, Body]]:
-        """All that can be marked, with the messages up to its end. `ends`: those of turns."""
+        """Yields each part that can be marked, with the number of messages up to its end. `ends`: those of turns."""
         system = [] if self.system is None or isinstance(self.system, str) else self.system
         yield from ((num_before, part) for part in (*(self.tools or ()), *system))
         for end, message in zip(ends, self.messages, strict=True):

@@ -157,7 +157,7 @@ async def write_events(writer: Writer, pieces: Pieces) -> Events:
 
 
 class _UnsentError(Exception):
-    """Its cause: why the client gets no more."""
+    """The client gets no more; the cause says why."""
 
 
 class EventStream(Response):

@@ -286,7 +286,7 @@ class OldEmbedBody(Body):
     prompt: str | None = None
 
     def raw(self, name: str) -> EmbedRequest:
-        """As EmbedBody's."""
+        """The request without its wire format. `name`: of the model."""
         return EmbedRequest(name, [self.prompt] if self.prompt else [], ["prompt"] if self.prompt else [], truncate=-1)
 
 
