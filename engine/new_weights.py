@@ -40,7 +40,7 @@ class HostFormat:
 
 
 def find_values(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in a part of a model, each after its place there."""
+    """(place, value) of each value in a part of a model."""
     if isinstance(part, VALUES):
         yield path, part
     elif isinstance(part, list | tuple):

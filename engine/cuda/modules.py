@@ -151,7 +151,7 @@ def choose_kernels(
     shape: AttentionShape, windows: Collection[int | None], dtype: str, kv_dtype: str, built: BuiltAhead,
     capability: Capability, no_compiler: str, has_sinks: bool = False,
 ) -> tuple[tuple[Kernels, ...], str]:  # fmt: skip
-    """Kernels that this GPU attends with, and why. fa2: for everything; fa3: long prompts. None: FlashInfer would fail.
+    """Kernels that this GPU attends with, and why. fa2: everything; fa3: long prompts. Empty: FlashInfer would fail.
 
     fa3 takes our pages: their keys and values have equal strides. It multiplies e4m3 keys only by e4m3 queries.
     """

@@ -65,7 +65,7 @@ class GroupedExperts:
     """See `Experts`; stacked weights: grouped products, on GPUs by kernels of which one reads only chosen experts.
 
     Shapes depend on the number of rows alone and nothing waits for the GPU, so that steps can be captured as CUDA
-    graphs. A row's experts are added in the order of its ids. The GPU paths have not run yet.
+    graphs. A row's experts are added in the order of its ids. The GPU paths have yet to run on one.
 
     On a GPU a row of at most MAX_ROWS has the same bits whatever the others are. In more rows, with weights in few
     bits, and on CPUs, the blocking of its products depends on how many rows share an expert.

@@ -59,7 +59,7 @@ class ConfigPart:
         return ()
 
     def shape(self, own: AttentionShape) -> AttentionShape:
-        """Shape of attention where pages do not keep heads. own: that of the queries."""
+        """Shape of attention where pages do not keep heads. own: its shape with heads."""
         return own
 
     def as_stored(self, names: Collection[str]) -> Self:
