@@ -91,7 +91,7 @@ def open_ranks(device: torch.device) -> OpenRanks:
 
 
 def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization) -> PlainFormat:
-    """Of weights that are not packed. In float32, a file's codes become floats."""
+    """The format of weights that are not packed. In float32, a file's codes become floats."""
     if quantization == "int8":
         return Int8Format(reader, ops)
     if quantization == "fp8":
@@ -406,7 +406,7 @@ def _build_runners(
     place: Place, decoders: Sequence[Decoder], attention: Sequence[AttentionChoice], pages: Sequence[Tensor],
     rows: InputBatch,
 ) -> tuple[Runner, Runner | None]:  # fmt: skip
-    """Of the model and, if there are two, of what drafts for it. pages: of each."""
+    """Runners of the model and, if there are two decoders, of the one that drafts for it. pages: of each."""
     backends = [one.backend for one in attention]
     if len(decoders) == 1:
         return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None

@@ -22,12 +22,12 @@ from wire.names import KvDType as KvDType
 
 
 class Vectors(Protocol):
-    """What a model without answers makes of texts (engine/pooling/): its runner computes no tokens."""
+    """Vectors of texts, from a model without answers (engine/pooling/): its runner computes no tokens."""
 
     is_whole: bool  # each text is to be one step, and its KV is of no use to another
 
     def take(self, row: int) -> NDArray[np.float32] | None:
-        """What the last collected step has made for the row, once."""
+        """The row's vector from the last collected step, once; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Engine:
         return 1 if self.device.type == "cuda" else 0
 
     def describe(self) -> dict[str, str]:
-        """What the log shows at start."""
+        """Properties that the log shows at start."""
         shape = self.pool.shape
         return {
             "device": str(self.device),
@@ -102,7 +102,7 @@ class Engine:
         }
 
     def find_weaknesses(self) -> dict[str, str]:
-        """What works worse than it could on this machine |-> why, and what to change."""
+        """Features that work worse than they could on this machine |-> why, and what to change."""
         return {}
 
 

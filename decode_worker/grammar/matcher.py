@@ -50,7 +50,7 @@ class Matcher:
     def __init__(self, grammar: LoadedGrammar, stop_token_ids: Collection[int]) -> None:
         self.num_tokens = 0  # accepted
         self._stops = frozenset(stop_token_ids)
-        # xgrammar wants a stop token. Without ours it gets one that is no text, and its bit is cleared again.
+        # xgrammar wants a stop token. Without ours it gets one that is not text, and its bit is cleared again.
         stops = sorted(self._stops) or [next(iter(grammar.vocabulary.control), grammar.vocabulary.size - 1)]
         self._state: GrammarMatcher = core.GrammarMatcher(grammar.compiled, stops, False, -1, None)
         self._text = grammar.text_mask & ~_bits(stops, len(grammar.text_mask))
