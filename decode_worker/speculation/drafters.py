@@ -38,6 +38,7 @@ class Draft:
     """What a drafter gives."""
 
     token_ids: Seq[int] = ()
+    parents: Seq[int] = ()  # of a tree, see `ScheduledSequence`; none: a chain
     lead: int | None = None  # how far its own KV goes beyond `end` then; None where it has none, or as before
 
 
@@ -139,7 +140,7 @@ class ModelDrafter(Drafter):
             self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
         drafts = self._run_ahead([wanted[i] for i in ready])
         for i, token_ids in zip(ready, drafts, strict=True):
-            answers[i] = Draft(token_ids, wanted[i].count - 1)
+            answers[i] = Draft(token_ids, lead=wanted[i].count - 1)
         return answers
 
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:

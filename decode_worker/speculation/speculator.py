@@ -139,7 +139,7 @@ class Speculator(Drafts):
                 continue
             self._failing.discard(name)
             for step, draft in zip(mine, answers, strict=True):
-                step.drafts, step.draft_lead = draft.token_ids, draft.lead
+                step.drafts, step.parents, step.draft_lead = draft.token_ids, draft.parents, draft.lead
 
     def note_drain(self, seconds: float) -> None:
         self._drain_s += NEWEST_SHARE * (seconds - self._drain_s)
