@@ -90,7 +90,7 @@ class DraftsAndMasks(StepExtras):
         taken = [i for i, step in enumerate(planned) if step.wants_token and not step.is_dropped]
         for i in taken:
             if planned[i].sequence.params.max_draft_tokens:
-                self._drafts.note_drafts(planned[i], 0 if i in failed else len(chosen[i]) - 1)
+                self._drafts.note_drafts(planned[i], () if i in failed else chosen[i])
         bound = [
             i for i in taken
             if planned[i].sequence.params.grammar and i not in failed and planned[i].sequence.phase is not Phase.ENDED
