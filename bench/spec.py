@@ -174,9 +174,9 @@ def main(
         for _ in range(rounds):
             for name, drafter in contenders.items():
                 off[name].append(measure_round(engine, NO_SPECULATION, plain)[0])
-                takes_trees = name not in drafters
-                speculator = Speculator({"draft": drafter}, meter, "off", 0, takes_trees=takes_trees)
-                figures, answers = measure_round(engine, speculator, build_requests(prompts, streams, tokens, "draft"))
+                kind, _, trees = name.partition(", ")
+                speculator = Speculator({kind: drafter}, meter, "off", 0, takes_trees=bool(trees))
+                figures, answers = measure_round(engine, speculator, build_requests(prompts, streams, tokens, kind))
                 on[name].append(figures)
                 if engine.dtype == "float32" and answers.tokens != truth:
                     raise AssertionError(f"{name} at {streams} streams changed the answers")
