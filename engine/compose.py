@@ -413,8 +413,8 @@ def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str, draft
     if isinstance(config, FallbackConfig):
         return "a model that transformers runs"
     found = {
-        "layers with states": config.state_parts,
-        "layers with windows": any(layer.window is not None for layer in config.layers),
+        "recurrent states": config.state_parts,
+        "layers with a sliding window": any(layer.window is not None for layer in config.layers),
         "layers that differ in their heads": len(set(config.attention_shapes)) > 1,
         "latents": config.token_kv is not None,
         "a head with KV of its own": draft is not None and isinstance(draft.decoder, DraftDecoder) and draft.kv_parts,
