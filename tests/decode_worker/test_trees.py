@@ -1,6 +1,7 @@
 """Trees of drafts change no token, at any temperature, and what is right of them is accepted."""
 
 from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -153,8 +154,13 @@ def test_heads_that_guess_each_for_itself_give_trees(tmp_path: Path, temperature
     speculator = build_forking_speculator({"draft": drafter})
     trees = list[Draft]()
     propose = drafter.propose
+
+    def propose_noting(wanted: Seq[Wanted]) -> list[Draft]:
+        trees.extend(found := propose(wanted))
+        return found
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter, "propose", lambda wanted: trees.extend(found := propose(wanted)) or found)
+        patch.setattr(drafter, "propose", propose_noting)
         answers = decode(engine, requests, speculator, is_checked=True)
     check_equal(answers, plain)
     forked = [one for one in trees if one.parents]
