@@ -48,7 +48,7 @@ class Engine:
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
-    why_chains: str | None = None  # why drafts are chains; None: they may be trees
+    why_chains: str | None = "want of code"  # what keeps drafts from being trees; None: nothing
     pooled: Vectors | None = None  # None: the model answers
     states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
 
