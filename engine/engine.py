@@ -48,6 +48,7 @@ class Engine:
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
+    why_chains: str | None = "want of code"  # what keeps drafts from being trees; None: nothing
     pooled: Vectors | None = None  # None: the model answers
     states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
 
@@ -98,6 +99,7 @@ class Engine:
             "pool": f"{shape.num_pages} pages of {shape.page_tokens} tokens, {self.pool.all_page_bytes} bytes each",
             **({"states": f"{self.num_slots} slots, {self.states.all_page_bytes} bytes each"} if self.states else {}),
             "draft_model": self.draft_weights[:12] or "none",
+            "drafts": "trees" if self.why_chains is None else f"chains, for {self.why_chains}",
             **({"ranks": str(self.pool.num_ranks)} if self.pool.num_ranks > 1 else {}),
         }
 
