@@ -71,6 +71,8 @@ class Files:
     def find(self, keys: Sequence[bytes]) -> int:
         return next((at for at, key in enumerate(keys) if key not in self._keys), len(keys))
 
+    own = SimpleNamespace(fd=None)
+
     async def restore(self, keys: Sequence[bytes], into: Sequence[int]) -> list[bool]:
         self.has_begun.set()
         if not self.read:

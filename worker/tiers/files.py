@@ -22,6 +22,7 @@ from wire.timing import KVOrigin, ReadTokens
 from worker.features import KVSource
 from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
+from worker.peers.huge_pages import use_huge_pages
 from worker.peers.kv_peers import KVPeers
 from worker.prefix_cache import NoRoomError
 from worker.role import Worker
@@ -65,6 +66,8 @@ class KVTiers(KVSource):
         self._reading_at: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()
         # the first key that the pools lack |-> the task that reads from there on
         self._tasks: set[asyncio.Task[None]] = set()
+        huge = partial(use_huge_pages, [pool.own for pool in worker.pools])
+        self._keep(asyncio.create_task(keep_running(huge, "asking for huge pages")))
         if not self._pools:
             return
         loop = asyncio.get_running_loop()
