@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv.memory import Landing, PeerPages, T, create_file, map_file, prefer_huge_pages
+from engine.kv.memory import Landing, PeerPages, T, create_file
 from engine.staging import download, upload
+from wire.huge_pages import map_file, prefer_huge_pages
 from wire.kv_layout import KvPart, PagePart, StatePart
 
 OS_PAGE_BYTES = 4096

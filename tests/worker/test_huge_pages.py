@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv.memory import HUGE_BYTES, create_file, map_file
+from engine.kv.memory import create_file
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from kvtransfer.reader import PageRef
 from kvtransfer.shm import ShmReader
 from tests.support.pool_process import build_local, describe
+from wire.huge_pages import HUGE_BYTES, map_file
 from wire.kv_layout import KvPart
 from worker.peers import huge_pages
 from worker.peers.huge_pages import COLLAPSE, HugePages

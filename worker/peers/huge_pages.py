@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from engine.kv.memory import HUGE_BYTES
 from engine.kv.pool import Pool
+from wire.huge_pages import HUGE_BYTES
 
 LOOK_S = 1.0  # between looks at which pages were used for the first time: a step does not wait to say so
 AT_ONCE = 4 * HUGE_BYTES  # 5 to 15 ms of one core
