@@ -75,7 +75,7 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, QKV, Tensor]:
         return PoolShape(num_pages, (KvPart(num_layers, SHAPE.num_kv_heads, SHAPE.head_dim),), PAGE_TOKENS, dtype)
 
     num_layers = max(4, min(16, CACHE_BYTES // (num_pages * shape_of(1).page_bytes)))
-    pool = Pool(shape_of(num_layers), lends=False).tensor.normal_()  # the memory that decode workers have
+    pool = Pool(shape_of(num_layers), lends=False).tensor.normal_()  # with huge pages, as decode workers have
     num_tokens = case.num_sequences * case.query_len
     query_key = torch.randn(num_tokens, SHAPE.num_heads + SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
     value = torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)

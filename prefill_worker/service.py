@@ -83,6 +83,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
                 self._thread.wake()
         return result
 
+    @admits
     async def EmbedPrompt(
         self, request: prefill_pb2.EmbedPromptRequest, context: Context
     ) -> prefill_pb2.EmbedPromptResponse:

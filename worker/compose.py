@@ -6,7 +6,7 @@ from functools import partial
 
 from engine.compose import FullEngine
 from engine.engine import Engine, Place
-from runtime.config import DecodeConfig, PrefillConfig, RolesConfig
+from runtime.config import DecodeConfig, PrefillConfig
 from worker.adapters.loader import AdapterLoader
 from worker.adapters.slots import AdapterSlots
 from worker.chunks import build_budget
@@ -50,7 +50,7 @@ def start_engine(
 def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> tuple[OtherRanks, Place]:
     """Starts the other ranks of this worker. Returns them, and what this process's engine has of that."""
     if config.tp == 1:
-        return ALONE, Place(lends=isinstance(config, PrefillConfig | RolesConfig))
+        return ALONE, Place()
     children = RankChildren(role, config, incarnation)
     leader = children.leader
     ranks = join_rank(config, 0, children.rendezvous, children.interface)

@@ -27,7 +27,7 @@ class KVSource:
     async def restore(self, keys: Seq[PageKey], wait_s: float, source: kv_pb2.PageSource | None = None) -> bool:
         """Read what the pools lack of these pages, if that is faster than to compute it. `source`: may have some.
 
-        False: it takes longer than `wait_s`, and goes on; ask again.
+        False: it takes longer than `wait_s`, and goes on; ask again. NoRoomError: the prompt has none now.
         """
         return True
 

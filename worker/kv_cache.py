@@ -31,6 +31,7 @@ class Restore(NamedTuple):
     pages: list[int]
     slot_keys: Seq[PageKey]
     slots: list[int]
+    before: list[int]  # cached pages that these continue: held, too
 
 
 @dataclass(slots=True)
@@ -134,8 +135,9 @@ class KVCacheManager:
 
     def check(self, sequences: Seq[Sequence]) -> None:
         """Check holder counts, that no two sequences write to one page, and that KV counts fit the pages."""
-        holders = [*(sequence.pages for sequence in sequences), *(restore.pages for restore in self.restores)]
-        self.cache.check(chain.from_iterable(holders))
+        pages = [sequence.pages for sequence in sequences]
+        pages += [page for restore in self.restores for page in (restore.before, restore.pages)]
+        self.cache.check(chain.from_iterable(pages))
         self.states.check(sequences, [slot for restore in self.restores for slot in restore.slots])
         writers: set[int] = set()
         for sequence in sequences:

@@ -33,12 +33,16 @@ Call = Callable[[Any, Any, Context], Awaitable[Any]]
 
 
 def admits(call: Call) -> Call:
-    """An rpc that may admit a sequence: this worker's weights do not change while it runs."""
+    """An rpc that may admit a sequence: this worker's weights do not change while it runs. No room ends it."""
 
     @wraps(call)
     async def run(service: "WorkerService", request: Any, context: Context) -> Any:
         with service.weights.inside():
-            return await call(service, request, context)
+            try:
+                return await call(service, request, context)
+            except NoRoomError as error:
+                lacking = _REFUSED_FOR.get(type(error), rpc.NO_ROOM)
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, lacking),))
 
     return run
 
@@ -92,7 +96,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def admit(
         self, params: SequenceParams, keys: list[PageKey], context: Context, is_kept: bool = False
     ) -> Sequence:
-        """Admit the params without yielding to other tasks. Aborts the call if there is no room, or no such adapter.
+        """Admit the params without yielding to other tasks. Aborts the call if there is no such adapter. NoRoomError.
 
         `keys`: `KVCacheManager.keys_of(params)`.
         """
@@ -102,9 +106,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 sequence.read_tokens = self.tiers.count_read(sequence)
                 self._thread.wake()
             return sequence
-        except NoRoomError as error:
-            lacking = _REFUSED_FOR.get(type(error), rpc.NO_ROOM)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, lacking),))
         except UnknownAdapterError as error:
             detail = f"worker {self._me.address}: {error}"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.NO_ADAPTER),))

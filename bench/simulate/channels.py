@@ -93,7 +93,7 @@ class WorkerChannel(MemoryChannel):
         loan = find_loan(lender.scheduler.kv, keys, begin, len(keys))
         plan = plan_loan(keys, begin, len(loan.pages), 0)
         try:
-            restore = begin_restore(self.worker.scheduler, plan.keys, ())
+            restore = begin_restore(self.worker.scheduler, *plan)
         except NoRoomError:
             return
         await self.message()

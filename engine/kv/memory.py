@@ -1,9 +1,7 @@
 """The memory below a pool: files of the host's, and what is asked of a device whose memory is another."""
 
-import mmap
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -33,12 +31,6 @@ class PeerPages(Landing, Protocol):
     def probe(self, num_pages: int, source: int, num_bytes: int) -> None: ...
 
     def load(self, begin: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]: ...
-
-
-def prefer_huge_pages(memory: mmap.mmap) -> None:
-    """Fewer page faults and TLB misses, if the system allows it."""
-    with suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def create_file() -> int:

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv.memory import Landing, PeerPages, T, create_file, prefer_huge_pages
+from engine.kv.memory import Landing, PeerPages, T, create_file
 from engine.staging import download, upload
+from wire.huge_pages import map_file, prefer_huge_pages
 from wire.kv_layout import KvPart, PagePart, StatePart
 
 OS_PAGE_BYTES = 4096
@@ -143,7 +144,7 @@ class Pool:
         prefer_huge_pages(memory)
         return self._place(memory, 0)
 
-    def _place(self, memory: mmap.mmap, begin: int) -> Tensor:
+    def _place(self, memory: mmap.mmap | memoryview, begin: int) -> Tensor:
         """The elements of all pages, in `memory` from `begin` on; they keep it alive."""
         num_bytes = self.num_pages * self.page_bytes
         self._bytes = np.frombuffer(memory, np.uint8, num_bytes, begin).reshape(self.num_pages, self.page_bytes)
@@ -164,7 +165,7 @@ class Pool:
             return None
         return self._place(memory, self.pages_offset + self.rank * num_bytes)
 
-    def _map_file(self, num_bytes: int) -> mmap.mmap | None:
+    def _map_file(self, num_bytes: int) -> memoryview | None:
         """A memory file that begins with the generations; None, and `why_private`, if the system has none.
 
         Sealed: if it shrank, readers that map it would die of SIGBUS. Of several ranks, rank 0 sizes it.
@@ -179,7 +180,7 @@ class Pool:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             if share:
                 share.barrier()
-            memory = mmap.mmap(fd, 0)
+            memory = map_file(fd, num_bytes)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
             mib = -(-num_bytes >> 20)
             self.why_private = f"no memory file of {mib} MiB for the KV pool: {error}; allow memfd_create of that size"
@@ -188,7 +189,6 @@ class Pool:
             if fd is not None:
                 os.close(fd)
             return None
-        prefer_huge_pages(memory)
         self.fd, self.generations = fd, np.frombuffer(memory, np.uint64, self.num_pages)
         return memory
 

@@ -1,6 +1,7 @@
 """Histories are read where answers were generated: two prefill and two decode workers, hand-off forced."""
 
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def test_no_history_is_computed_twice(tmp_path: Path) -> None:
     flags = ("--prefill-workers=2", "--decode-workers=2", "--local-prefill-max-tokens=0", "--drain-s=0")
     with served(write_model(tmp_path / "model", "llama"), *flags) as service:
         prompts = [random_prompt(FIRST, VOCAB, seed=index) for index in range(4)]
-        num_asked, num_new, num_computed, num_read = 0, 0, 0.0, 0.0
+        num_asked, num_new, num_computed, num_read, bytes_read = 0, 0, 0.0, 0.0, Counter[str]()
         for turn in range(TURNS):
             for index, prompt in enumerate(prompts):
                 num_asked, num_new = num_asked + len(prompt), num_new + (NEW if turn else FIRST)
@@ -28,12 +29,23 @@ def test_no_history_is_computed_twice(tmp_path: Path) -> None:
                 prompts[index] = [*prompt, *tokens, *random_prompt(NEW, VOCAB, seed=99 + turn)]
             num_computed += sum(service.live.metric(name, "prompt_tokens_total") for name in PREFILLS)
             num_read += sum(service.read(name, "decode") for name in PREFILLS)
+            bytes_read += count_bytes(service)
             service.kill(*PREFILLS)
         num_computed += sum(service.live.metric(name, "prompt_tokens_total") for name in DECODES)
         most = 0.05 * num_asked + TURNS * len(prompts) * (PAGE + COUNT)  # ends of pages, and of answers
         assert num_computed - num_new <= most, (num_computed, num_new, num_asked, num_read)
         assert num_read >= (TURNS - 1) * len(prompts) * FIRST
+        assert bytes_read["shm"] and not bytes_read["grpc"], "as pages that prefill offers are read"
         check_that_an_answer_moves(service)
+
+
+def count_bytes(service: Service) -> Counter[str]:
+    """Bytes that prefill workers have read from others, by transport."""
+    read = Counter[str]()
+    for name in PREFILLS:
+        for transport in ("shm", "grpc"):
+            read[transport] += int(service.live.metric(name, "kv_transfer_bytes_total", {"transport": transport}))
+    return read
 
 
 def check_that_an_answer_moves(service: Service) -> None:

@@ -78,7 +78,7 @@ class Loans:
         offer, worker = lent.offer, self.worker
         plan = plans.plan_loan(keys, offer.positions.start, len(offer.pages), len(offer.slots))
         try:
-            restore = plans.begin_restore(worker.scheduler, plan.keys, plan.slot_keys)
+            restore = plans.begin_restore(worker.scheduler, *plan)
         except NoRoomError:
             give_up()
             return

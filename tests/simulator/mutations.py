@@ -322,8 +322,8 @@ def _use_unless(is_foreign: bool) -> Callable[[SavedPage, PageKey], bool]:
     return staticmethod(lambda saved, key: saved.key == key if is_foreign else saved.is_whole)
 
 
-def _name_at_once(table: AdmittingTable, keys: Sequence[PageKey], slot_keys: Sequence[PageKey]) -> Restore:
-    restore = begin_restore(table, keys, slot_keys)
+def _name_at_once(table: AdmittingTable, keys: Sequence[PageKey], *others: Sequence[PageKey]) -> Restore:
+    restore = begin_restore(table, keys, *others)
     for page, key in zip(restore.pages, keys, strict=True):
         table.kv.cache.name(page, key)
     return restore

@@ -10,9 +10,10 @@ import pytest
 from protos import kv_pb2
 from tests.support.sequence_params import build_scheduler
 from worker.metrics import WorkerMetrics
+from worker.prefix_cache import NoRoomError
 from worker.thread import EngineThread
 from worker.tiers.files import KVTiers
-from worker.tiers.plans import RestorePlan, plan_restore
+from worker.tiers.plans import RestorePlan, begin_restore, end_restore, plan_restore
 from worker.tiers.reading import prefers_reading
 
 WAIT_S = 10.0
@@ -45,6 +46,26 @@ def test_pages_are_read_as_far_as_a_prompt_can_continue_behind_them(
     assert isinstance(plan, RestorePlan)
 
 
+def test_what_is_read_does_not_evict_what_it_continues() -> None:
+    """The oldest cached pages are the beginning of the prompt that is read."""
+    scheduler = build_scheduler(6, 4)
+    cache = scheduler.kv.cache
+    for keys in (KEYS[:2], [key * 2 for key in KEYS[:4]]):
+        pages = cache.allocate(len(keys))
+        for page, key in zip(pages, keys, strict=True):
+            cache.name(page, key)
+        cache.release(pages)
+    with pytest.raises(NoRoomError):
+        begin_restore(scheduler, *plan_restore(KEYS, 2, 2, 7, None))
+    scheduler.check()
+    restore = begin_restore(scheduler, *plan_restore(KEYS, 2, 2, 5, None))
+    scheduler.check()
+    assert cache.find(KEYS) == restore.before and len(restore.before) == 2
+    end_restore(scheduler.kv, restore, [False] * 3, 0)
+    scheduler.check()
+    assert len(cache.find(KEYS)) == 5 and not cache.num_held
+
+
 def test_what_takes_less_time_is_done() -> None:
     assert prefers_reading(1000, 0, 0.0, 500.0) and prefers_reading(1000, 0, 500.0, 0.0)  # not measured
     assert prefers_reading(1000, 0, 501.0, 500.0) and not prefers_reading(1000, 0, 499.0, 500.0)
@@ -70,6 +91,8 @@ class Files:
 
     def find(self, keys: Sequence[bytes]) -> int:
         return next((at for at, key in enumerate(keys) if key not in self._keys), len(keys))
+
+    own = SimpleNamespace(fd=None)
 
     async def restore(self, keys: Sequence[bytes], into: Sequence[int]) -> list[bool]:
         self.has_begun.set()
@@ -126,6 +149,27 @@ def test_what_cannot_be_read_for_one_prompt_is_tried_for_each_and_then_computed(
         files = Files(prompts := ["saa", "sab", "sac"], is_bad=True)
         assert await restore_all(prompts, files) == [0] * 3
         assert files.read.count(name("s")[0]) == 3
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_a_prompt_without_room_is_refused_and_not_computed_when_some_comes() -> None:
+    async def run() -> None:
+        files = Files(prompts := ["abcd", "x" * 9])
+        files.may_read.set()
+        scheduler = build_scheduler(8, 4)
+        trust = SimpleNamespace(open_channel=None)
+        worker: Any = SimpleNamespace(scheduler=scheduler, pools=[files], me=None, trust=trust)
+        peers: Any = None
+        tiers = KVTiers(worker, peers, EngineThread(lambda: False), WorkerMetrics(scheduler))
+        held = scheduler.kv.cache.allocate(5)
+        with pytest.raises(NoRoomError):
+            await tiers.restore(name(prompts[0]), WAIT_S)
+        scheduler.kv.cache.release(held)
+        assert await tiers.restore(name(prompts[0]), WAIT_S)
+        assert len(scheduler.kv.cache.find(name(prompts[0]))) == 4
+        assert await tiers.restore(name(prompts[1]), WAIT_S), "it never fits, which its admission says"
+        await tiers.close()
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 

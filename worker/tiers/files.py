@@ -22,6 +22,7 @@ from wire.timing import KVOrigin, ReadTokens
 from worker.features import KVSource
 from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
+from worker.peers.huge_pages import use_huge_pages
 from worker.peers.kv_peers import KVPeers
 from worker.prefix_cache import NoRoomError
 from worker.role import Worker
@@ -65,6 +66,8 @@ class KVTiers(KVSource):
         self._reading_at: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()
         # the first key that the pools lack |-> the task that reads from there on
         self._tasks: set[asyncio.Task[None]] = set()
+        huge = partial(use_huge_pages, [pool.own for pool in worker.pools])
+        self._keep(asyncio.create_task(keep_running(huge, "asking for huge pages")))
         if not self._pools:
             return
         loop = asyncio.get_running_loop()
@@ -93,7 +96,12 @@ class KVTiers(KVSource):
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # NoRoomError, if whoever asked is gone
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -119,22 +127,28 @@ class KVTiers(KVSource):
         if not keys or not (self._pools or source):
             return True
         task = self._restoring.get(keys[-1])
-        if task is None:
+        if task is None or task.done():
             task = self._restoring[keys[-1]] = asyncio.create_task(self._restore(keys, source))
             self._keep(task)
         done, _ = await asyncio.wait([task], timeout=wait_s)
+        if done:
+            task.result()
         return bool(done)
 
     async def _restore(self, keys: Seq[PageKey], source: kv_pb2.PageSource | None) -> None:
-        """From files, then from the source what they did not have."""
+        """From files, then from the source what they did not have.
+
+        NoRoomError: the prompt would have none either, and once it has some it could be computed without being read.
+        """
         try:
             await self._wait_for_shared(keys)
             if self._pools:
                 await self._restore_files(keys)
             if source is not None:
                 await self.borrower.borrow(source, keys)
-        except NoRoomError as error:
-            log.info("KV is not read: no room", reason=str(error))
+        except NoRoomError:
+            if len(keys) <= self._scheduler.kv.cache.num_pages:  # else it never has
+                raise
         except Exception:
             log.exception("KV cannot be read, and is computed")
 

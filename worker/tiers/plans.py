@@ -15,6 +15,7 @@ class RestorePlan(NamedTuple):
 
     keys: Seq[PageKey]  # of pages, behind those that are cached
     slot_keys: Seq[PageKey]  # of one slot, or none
+    before: Seq[PageKey] = ()  # of cached pages that these continue
 
 
 def plan_restore(
@@ -25,28 +26,33 @@ def plan_restore(
     `has_slot`: whether a key's checkpoint is to be had; None: the model has no states.
     """
     if has_slot is None:
-        return RestorePlan(keys[num_there:num_found], ())
+        return RestorePlan(keys[num_there:num_found], (), keys[:num_there])
     end = next((at for at in range(num_found, num_usable, -1) if has_slot(keys[at - 1])), 0)
-    return RestorePlan(keys[num_there:end], keys[end - 1 : end] if end else ())
+    return RestorePlan(keys[num_there:end], keys[end - 1 : end] if end else (), keys[:num_there])
 
 
 def plan_loan(keys: Seq[PageKey], begin: int, num_pages: int, num_slots: int) -> RestorePlan:
     """What another worker lends of the pages of these keys: from `begin` on, and perhaps the slot behind the last."""
     end = begin + num_pages
-    return RestorePlan(keys[begin:end], keys[end - 1 : end] if num_slots else ())
+    return RestorePlan(keys[begin:end], keys[end - 1 : end] if num_slots else (), keys[:begin])
 
 
-def begin_restore(table: AdmittingTable, keys: Seq[PageKey], slot_keys: Seq[PageKey]) -> Restore:
-    """Pages and slots for these keys, which are not cached, until `end_restore`.
+def begin_restore(
+    table: AdmittingTable, keys: Seq[PageKey], slot_keys: Seq[PageKey], before: Seq[PageKey] = ()
+) -> Restore:
+    """Pages and slots for these keys, which are not cached, until `end_restore`. What is `before` stays until then.
 
     NoRoomError: there are too few, or answers may soon need them.
     """
-    table.check_spare((), len(keys))
     kv = table.kv
+    found = kv.cache.find(before)
+    table.check_spare(found, len(keys))
     slots = kv.states.cache.allocate(len(slot_keys))
     try:
-        restore = Restore(keys, kv.cache.allocate(len(keys)), slot_keys, slots)
+        kv.cache.hold(found)
+        restore = Restore(keys, kv.cache.allocate(len(keys)), slot_keys, slots, found)
     except NoRoomError:
+        kv.cache.release(found)
         kv.states.cache.release(slots)
         raise
     kv.restores.append(restore)
@@ -64,7 +70,7 @@ def end_restore(kv: KVCacheManager, restore: Restore, drafts: Seq[bool], num_slo
         kv.cache.name(page, key)
     for slot, key in zip(restore.slots[:num_slots], restore.slot_keys, strict=False):
         kv.states.cache.name(slot, key)
-    kv.cache.release(restore.pages)
+    kv.cache.release([*restore.before, *restore.pages])
     kv.states.cache.release(restore.slots)
 
 

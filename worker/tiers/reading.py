@@ -77,7 +77,7 @@ class Reading:
         """
         started, drafts, num_slots = time.monotonic(), list[bool](), 0
         with self._thread.lock:
-            restore = begin_restore(self._scheduler, plan.keys, plan.slot_keys)
+            restore = begin_restore(self._scheduler, *plan)
         try:
             drafts[:], num_slots = await read(restore)
         finally:
