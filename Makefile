@@ -91,7 +91,7 @@ nightly: $(DEV_STAMP) ## What takes an hour: attacks, more examples of fuzzers, 
 	TEST_SCHEDULES=10000 TEST_CARDS=all TEST_CONTEXT=128000 TEST_FAMILIES=all $(BIN)/python -m pytest -n $(JOBS) \
 	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py \
 	    tests/engine/test_fallback.py tests/services/test_states.py tests/bench/test_gpu_check.py
-	$(BIN)/python -m pytest -n $(JOBS) -m combination
+	$(BIN)/python -m pytest -n $(JOBS) -m nightly
 	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
 	$(BIN)/python -m pip install --quiet --upgrade --target build/cuda "cuda-toolkit[crt,curand,nvcc,nvvm]==13.0.*"
 	CUDA_HOME="$(CURDIR)/build/cuda/nvidia/cu13" $(BIN)/python -m bench.gpu_checks.prebuild build/nightly-aot \

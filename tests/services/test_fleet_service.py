@@ -83,6 +83,7 @@ def num_read(live: Live) -> float:
     return sum(live.metric(f"decode-{rank}", "kv_transfer_bytes_total") for rank in range(3))
 
 
+@pytest.mark.nightly
 def test_200_requests(live: Live, surface: Surface) -> None:
     """Mixed prompts, answers, streaming and transports: no error, and every pool is empty afterwards."""
     oracle = Oracle(TARGET_DIR)
