@@ -327,7 +327,7 @@ LARGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", others(LARGE, "Llama 8B", "Qwen3 30B-A3B"))
+@pytest.mark.parametrize("name", others(LARGE, "Llama 8B"))
 def test_the_largest_step_takes_what_is_planned_for_it(
     name: str, choices: Choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +342,7 @@ def test_the_largest_step_takes_what_is_planned_for_it(
         assert 0.5 * planned < used <= planned, (used, planned)
 
 
-@pytest.mark.parametrize("way", [combination("flashinfer"), "graphs"])
+@pytest.mark.parametrize("way", ["flashinfer", combination("graphs")])
 def test_steps_with_latents(way: str, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts expand, answers and drafts absorb, one beside the other too."""
     gpu = ShapeGpu()
