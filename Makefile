@@ -84,7 +84,7 @@ prove: $(DEV_STAMP) ## Attack a service of real processes: 15 minutes, the table
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
 
-nightly: $(DEV_STAMP) ## What takes an hour: attacks, more examples of fuzzers, schedules of faults, cards, families and tokens, combinations, faults, nvcc
+nightly: $(DEV_STAMP) ## What takes hours: all that make test leaves out, attacks, more examples of fuzzers, schedules of faults, families and tokens, nvcc
 	$(BIN)/python -m tests.attack.folders --seconds 600
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
 	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
