@@ -4,6 +4,7 @@ Property tests use the same examples everywhere, however slow the machine. Each 
 """
 
 import asyncio
+import gc
 import inspect
 import os
 import sys
@@ -48,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that test processes end together."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the collector skips what was imported and collected
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries call it a leak
 
 
 class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped

@@ -16,7 +16,6 @@ import openai
 import psycopg
 import pytest
 
-from tests.support.combinations import combination
 from tests.support.fleet import HOST, Process, ProcessFleet, run_fleet
 from tests.support.live import CHECKOUT, WAIT_S, wait_until
 from tests.support.postgres import Postgres, run_postgres
@@ -24,7 +23,7 @@ from tests.support.surface import MODEL
 
 # What reading a stream raises when its connection ends: the client's own error, or that of its HTTP library.
 BROKEN = openai.APIError, import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]).HTTPError
-NUM_STREAMS = 4
+NUM_STREAMS = 2
 NUM_BEFORE = 8  # events that each stream has at least when its gateway is killed
 NUM_TOKENS = 120
 STORY = {"type": "object", "properties": {"story": {"type": "string", "minLength": 2000}}, "required": ["story"]}
@@ -166,7 +165,8 @@ def test_gateways_that_both_believe_they_have_it(fleet: ProcessFleet) -> None:
     assert client_of(second).responses.retrieve(answer_id).status == whole[-1].response.status
 
 
-@pytest.mark.parametrize("is_killed", [True, combination(False)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_killed", [True, False])
 def test_chats_outlive_their_gateway(fleet: ProcessFleet, is_killed: bool) -> None:
     """Killed or drained: each choice's chunks come once and in order, in the form that was asked for, with usage."""
     first, second = fleet.gateway, fleet["gateway-b"]

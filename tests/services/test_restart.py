@@ -70,6 +70,7 @@ def test_a_killed_worker_starts_again_and_is_taken_back(live: Live, undisturbed:
     wait_until(works)
 
 
+@pytest.mark.nightly
 def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[list[int]]) -> None:
     names = ("decode-0", "decode-1", "prefill-0")
     pids = {name: live.find(name)["pid"] for name in names}
