@@ -94,6 +94,7 @@ def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[l
     assert answers(ask_several(live, NUM, NUM_TOKENS)) == undisturbed
 
 
+@pytest.mark.nightly
 def test_a_drain_that_is_too_short_moves_sessions(live: Live, undisturbed: list[list[int]]) -> None:
     stranger = drain(live, "decode-0", "another-secret-that-is-long-enough")
     asking = ask_several(live, NUM, 5 * NUM_TOKENS)  # longer than the command takes to start
