@@ -14,7 +14,6 @@ PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 FIRST, NEW, TURNS, LONG = 600, 30, 3, 450  # tokens of a first prompt, of a later turn's, turns, a long answer
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_no_history_is_computed_twice(tmp_path: Path) -> None:
     """Prefill workers die after each turn. Their next incarnations read what decode workers have, answers included."""
