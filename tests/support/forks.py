@@ -29,6 +29,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from engine.cpu.build import BuildError, load_kernel
+
 PR_SET_CHILD_SUBREAPER = 36
 READERS = ("gateway.text.template_process", "gateway.images.processor_process")
 CHILDREN = (*READERS, "decode_worker.grammar.compiler_process")  # of a gateway and a decode worker
@@ -247,9 +249,7 @@ def _forget_torch() -> None:
 
 
 def _build_kernels() -> None:
-    """Once, where none is cached: else each of the first workers would."""
-    from engine.cpu.build import BuildError, load_kernel  # after what imports torch, whose OpenMP they are linked to
-
+    """Once, where none is cached: else each of the first workers would. Torch is imported, whose OpenMP they need."""
     with suppress(BuildError), ThreadPoolExecutor(2) as builders:
         list(builders.map(load_kernel, KERNELS))
 
