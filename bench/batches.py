@@ -1,4 +1,4 @@
-"""What work without a reader costs streams beside it: gaps between their tokens, in turn without and with it.
+"""Cost of background work to the streams beside it: gaps between their tokens, in turn without and with it.
 
 python -m bench.batches --model smollm2                             # a batch of 200 lines
 python -m bench.batches --embeds minilm --pinned    # texts for an embedding model, which has a worker of its own

@@ -3,7 +3,7 @@
     python -m bench.embeddings --model minilm --peer-path FOLDER_WITH_SENTENCE_TRANSFORMERS
     python -m bench.embeddings --model CHECKPOINT --url llama.cpp=http://127.0.0.1:8080
 
-All wait while one computes. Every round sends texts that nobody has seen.
+All wait while one computes. Every round sends texts that no server has seen.
 """
 
 import argparse

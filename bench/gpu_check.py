@@ -222,7 +222,7 @@ def main(
     inside: str = "",
     first: int = 0,
 ) -> int:
-    """Run the checks. Exit code 1 when one fails or is not run, 2 without a GPU; a missed goal is no failure.
+    """Run the checks. Exit code 1 when one fails or is not run, 2 without a GPU; a missed goal is not a failure.
 
     Parameters
     ----------

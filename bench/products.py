@@ -51,7 +51,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a product reaches, per second."""
+    """Speed of a product, per second."""
 
     num_rows: int
     num_bytes: float
@@ -74,7 +74,7 @@ def measure_ceilings(num_threads: int) -> Ceilings:
 
 
 def rate(num_rows: int, seconds: float, ceilings: Ceilings, is_8bit: bool = False) -> Rate:
-    """Of a product that took `seconds`."""
+    """The rate of a product that took `seconds`."""
     num_values = PRODUCT[0] * PRODUCT[1]
     num_bytes, operations = num_values * (1 if is_8bit else 2) / seconds, 2 * num_rows * num_values / seconds
     multiplying = operations / ceilings.operations[is_8bit]

@@ -64,7 +64,7 @@ def read_suite() -> Iterator[Case]:
 
 
 def grammar_of(schema: Any) -> tuple[LoadedGrammar | None, str | None]:
-    """(unless it is refused, what the client is told)."""
+    """(the grammar, or None if it is refused; the message to the client, if any)."""
     if not isinstance(schema, dict):
         return None, "refused: it is no object"
     text = json.dumps(schema)
@@ -149,7 +149,7 @@ def random_answers(grammar: LoadedGrammar, count: int) -> Iterator[str]:
 
 
 def problem_of(text: str, validator: Any) -> str | None:
-    """What is wrong with an answer."""
+    """The first error in an answer; None if there is none."""
     try:
         value = json.loads(text)
     except ValueError as error:

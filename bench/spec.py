@@ -157,12 +157,16 @@ def main(
     meter = measure(engine.runner, engine.rows)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
-        drafters["draft"] = build_drafter(engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS)
+        drafters["draft"] = build_drafter(
+            engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS, engine.has_draft_kv
+        )
     table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "drafts right")
     for streams in STREAMS:
         plain = build_requests(prompts, streams, tokens, "off")
         truth = decode(engine, plain, chunk_tokens=CHUNK_TOKENS).tokens
         contenders = dict(drafters)
+        if engine.why_chains is None and acceptance is None:
+            contenders |= {f"{name}, trees": one for name, one in drafters.items() if one.branches is not None}
         if acceptance is not None and "draft" in drafters:
             contenders["draft"] = SyntheticDrafter(drafters["draft"], truth, acceptance, engine.config.vocab_size)
         on: dict[str, list[Figures]] = {name: [] for name in contenders}
@@ -170,8 +174,9 @@ def main(
         for _ in range(rounds):
             for name, drafter in contenders.items():
                 off[name].append(measure_round(engine, NO_SPECULATION, plain)[0])
-                speculator = Speculator({name: drafter}, meter, "off", 0)
-                figures, answers = measure_round(engine, speculator, build_requests(prompts, streams, tokens, name))
+                kind, _, trees = name.partition(", ")
+                speculator = Speculator({kind: drafter}, meter, "off", 0, takes_trees=bool(trees))
+                figures, answers = measure_round(engine, speculator, build_requests(prompts, streams, tokens, kind))
                 on[name].append(figures)
                 if engine.dtype == "float32" and answers.tokens != truth:
                     raise AssertionError(f"{name} at {streams} streams changed the answers")

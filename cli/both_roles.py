@@ -50,7 +50,7 @@ class OpenRoles:
         self._set_at = -KEPT_S
 
     def set(self, names: Collection[str], caller: str, now: float) -> None:
-        """ValueError if these are no roles; PermissionError while another caller's are kept."""
+        """ValueError if these are not roles; PermissionError while another caller's are kept."""
         if not names or set(names) - set(ROLES):
             raise ValueError(f"roles are {', '.join(names) or 'none'}; they must be prefill, decode or both")
         age_s = now - self._set_at

@@ -62,7 +62,7 @@ class Conversation:
         self.images = []
 
     def add_image(self, path: str) -> None:
-        """To the next message. Raises CommandError."""
+        """Add an image to the next message. Raises CommandError."""
         if not path:
             raise CommandError("/image needs a file: /image FILE")
         try:
@@ -164,7 +164,7 @@ def chat(*, url: Url = URL, model: str = "", api_key: ApiKey = "", system: str =
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() a history and editing
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is refused alone; the chat goes on
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not text is refused alone; the chat goes on
     with closing(Service(url, api_key)) as service:
         conversation = Conversation(service, model, system)
         print(f"{conversation.model()} at {service.url}; /help lists commands")
@@ -200,7 +200,7 @@ def run_line(conversation: Conversation, line: str) -> None:
 
 
 def run_command(conversation: Conversation, line: str) -> str:
-    """What a /command shows."""
+    """Run a /command and return the text to show. Raises CommandError."""
     name, _, rest = line.partition(" ")
     match name:
         case "/help":
@@ -246,5 +246,5 @@ def print_answer(conversation: Conversation, text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which would change the terminal."""
+    """The text without control characters, which would change the terminal."""
     return "".join(char for char in text if char.isprintable() or char in "\n\t")

@@ -20,7 +20,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is known of the machine without a model. An empty string: there is none."""
+    """Facts about the machine that need no model. An empty string: there is none."""
 
     num_cores: int  # within the container's quota
     num_host_cores: int

@@ -139,7 +139,7 @@ def _examine_tools(setting: str, folder: Path) -> str:
 def _read_draft(
     folder: Path, model: ModelConfig | FallbackConfig, *, is_mtp: bool
 ) -> ModelConfig | FallbackConfig:  # fmt: skip
-    """What drafts: a model, a head, or with the model's own folder its MTP layer."""
+    """The config of what drafts: a model, a head, or with the model's own folder its MTP layer."""
     return read_head(folder, model, is_mtp=is_mtp) if is_mtp or is_draft_head(folder) else load_any_config(folder)
 
 
@@ -157,7 +157,7 @@ def examine_gpu(index: int) -> GpuFacts:
 
 
 def try_products() -> tuple[str, bool]:
-    """What matrix products reach, in words, and whether that is slow."""
+    """Measure matrix products. Returns the rates that they reach, in words, and whether these are slow."""
     torch.set_num_threads(num_cores())
     ceilings, rates = check_products()
     few, many = rates

@@ -120,7 +120,7 @@ def judge_flashinfer(machine: Machine) -> Row:
 
 
 def judge_nixl(config: ServeConfig, machine: Machine) -> Row:
-    """What --transport nixl needs on this host. Only a hand-off shows whether UCX can use a device."""
+    """Whether this host has what --transport nixl needs. Only a hand-off shows whether UCX can use a device."""
     is_wanted, devices = config.transport == "nixl", ", ".join(machine.rdma_devices)
     if not machine.nixl:
         extra = "nixl-cu12" if machine.torch_cuda.startswith("12.") else "nixl"
@@ -172,7 +172,7 @@ def explain_no_gpu(config: ServeConfig, machine: Machine) -> Row:
 def judge_service(
     config: ServeConfig, machine: Machine, model: Model | Exception, name: str, source: str
 ) -> Iterator[Row]:
-    """What `baton serve` would start for one model. `name`: where there are several."""
+    """Rows on what `baton serve` would start for one model. `name`: where there are several."""
     if config.device == "cuda" and not machine.gpus:
         return  # the row of the GPU says it
     if isinstance(model, OSError):
@@ -259,7 +259,7 @@ def judge_hand_off(config: ServeConfig, prefill: WorkerPlan, decode: WorkerPlan,
 
 
 def describe_peer(config: ServeConfig, machine: Machine, model: Model, worker: WorkerPlan) -> kv_pb2.Peer:
-    """As much of a worker's identity as the choice of a transport needs."""
+    """The part of a worker's identity that the choice of a transport needs."""
     pool_fd = None if machine.memory_file_error else 0
     peer = kv_pb2.Peer(address=worker.name, pid=sum(worker.name.encode()), pool_fd=pool_fd)  # of each its own
     for index in worker.gpus:

@@ -20,7 +20,7 @@ OUTPUT_TOKENS = 8192  # most of an answer that opencode keeps free in the contex
 
 
 class Target(NamedTuple):
-    """What an agent is to ask."""
+    """The service and the model that an agent is to ask."""
 
     url: str  # of the service, without /v1
     model: str
@@ -74,7 +74,7 @@ def start_opencode(target: Target) -> Start:
 
 
 class Agent(NamedTuple):
-    """One program."""
+    """A program that `baton launch` can start."""
 
     package: str  # of npm
     least_context_tokens: int  # its first prompt, an answer and some results of tools

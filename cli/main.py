@@ -110,7 +110,7 @@ def find_missing(error: ImportError) -> str | None:
 
 
 def keep_delimiter(words: Sequence[str]) -> list[str]:
-    """With a second "--" behind the first, which `app.meta` takes away before the command reads the rest."""
+    """The words, with a second "--" behind the first, which `app.meta` removes before the command reads the rest."""
     place = words.index("--") if "--" in words else len(words)
     return [*words[:place], *words[place : place + 1], *words[place:]]
 

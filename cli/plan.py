@@ -141,7 +141,7 @@ def count_sharing(places: Sequence[tuple[int, ...]], num_workers: Sequence[int],
 
 
 def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus: int) -> float:
-    """What one of the `num_sharing` workers on a GPU may take of it."""
+    """The share of a GPU that each of its `num_sharing` workers may take. Raises ConfigError if they need more."""
     most = 1 / num_sharing
     if config.gpu_memory_share > most:
         fewer = max(1, num_gpus // config.decode_tp)
@@ -174,7 +174,7 @@ def secrets_of(target: type[Settings], config: ServeConfig) -> dict[str, str]:
 
 
 def pin_ports(spec: ProcessSpec, ready: Ready) -> ProcessSpec:
-    """The same worker, on the ports that it got: gateways and scrapers know them."""
+    """A worker's spec with the ports that it got, which it keeps: gateways and scrapers know them."""
     ports = {"port": ready.address, "ops_port": ready.ops_address}
     pinned = {name: int(address.rpartition(":")[2]) for name, address in ports.items() if address}
     return replace(spec, settings=replace(spec.settings, **pinned))
@@ -208,7 +208,7 @@ def build_flags(settings: Settings) -> list[str]:
 
 
 def plan_restart(code: int, served_s: float, streak: int) -> tuple[float, int] | None:
-    """What to do with a worker that ended with `code`, negative for a signal.
+    """Decide when to start a worker again that ended with `code`, negative for a signal.
 
     served_s: how long it took requests, 0 when it never did. streak: starts in a row after which it served less than
     WORTH_S. Returns seconds to wait before the next start and the new streak; None when it was asked to end.

@@ -67,7 +67,7 @@ class Process(ChildProcess):
         return code
 
     def send(self, event: ModelState) -> None:
-        """To a gateway that has reported something."""
+        """Send the event to a gateway that has reported something."""
         assert self._events is not None
         self._events.write(msgspec.json.encode(event) + b"\n")
 

@@ -102,7 +102,7 @@ class RayFleet:
                 raise StartError(self._failure)
 
     def _add(self, role: Role) -> None:
-        """One more worker."""
+        """Start one more worker."""
         number = next(number for number in count() if f"{role}-{number}" not in self._keeping)
         self._keep_one(replace(self._plans[role], name=f"{role}-{number}"))
 

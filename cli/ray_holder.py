@@ -1,4 +1,4 @@
-"""What runs on a node of a Ray cluster: an actor with one process of Baton's as its child. See ray_fleet.py."""
+"""The actor on a node of a Ray cluster, which has one process of Baton's as its child. See ray_fleet.py."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ class Holder:
         self._process: Process | None = None
 
     async def start(self, spec: ProcessSpec, addresses: Addresses) -> Ready | int:
-        """Its report, or the exit status of one that never was ready. `addresses`: see `name_workers`."""
+        """Start it. Returns its report, or its exit status if it never was ready. `addresses`: see `name_workers`."""
         node = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: a process decides by its own settings
         if spec.role == "gateway":
@@ -52,12 +52,12 @@ class Holder:
         return msgspec.structs.replace(ready, address=f"{bracketed(node)}:{port}") if is_any(host) else ready
 
     async def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the process's exit status."""
         assert self._process is not None
         return await asyncio.shield(self._process.end)
 
     def name_workers(self, addresses: Addresses) -> None:
-        """For the gateway: one file for each role."""
+        """Write the workers' addresses for the gateway: one file for each role."""
         assert self._folder is not None
         for role, named in addresses.items():
             new = Path(self._folder.name, f"{role}.new")
@@ -72,7 +72,7 @@ class Holder:
         return {one.labels["role"]: int(one.value) for one in samples}
 
     async def end(self, stop_s: float) -> None:
-        """It drains; after `stop_s` it is killed."""
+        """Let the process drain, and kill it after `stop_s`."""
         if self._process is not None and not self._process.end.done():
             self._process.terminate()
             if not (await asyncio.wait([self._process.end], timeout=stop_s))[0]:

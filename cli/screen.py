@@ -1,4 +1,4 @@
-"""What `baton serve` shows: lines and a progress bar for people on a terminal, JSON lines for machines elsewhere.
+"""The output of `baton serve`: lines and a progress bar for people on a terminal, JSON lines for machines elsewhere.
 
 Knows words and layout; decides nothing.
 """
@@ -111,7 +111,7 @@ class Screen:
 
 
 def open_console() -> Console:
-    """Stdout for tables, wide where it is no terminal."""
+    """Stdout for tables, wide where it is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 

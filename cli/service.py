@@ -80,7 +80,7 @@ class Service:
 
 
 def describe_refusal(response: httpx.Response) -> str:
-    """What the service says of an error, and what to do about it."""
+    """Describe an error that the service answered with, and what to do about it."""
     try:
         error = response.json()["error"]
         text, param = f"{error['message']}", error.get("param")

@@ -62,7 +62,7 @@ def status(
 
 
 def describe_latents(worker: dict[str, Any]) -> str:
-    """What a token takes where pages keep one latent for all heads; empty elsewhere."""
+    """The size of a token's KV, in words, where pages keep one latent for all heads; empty elsewhere."""
     kept, heads = worker.get("kv_token_bytes", 0), worker.get("head_token_bytes", 0)
     model = f"{worker['model']}: " if worker.get("model") else ""
     return f"{model}{describe_token(kept, heads)}" if kept and heads else ""

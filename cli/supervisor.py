@@ -93,7 +93,7 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start_all(self, first: Sequence[str], plan_gateway: PlanGateway) -> Ready:
-        """What the gateway reports."""
+        """Start all processes. Returns what the gateway reports. Raises StartError."""
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 ready = await self._start_workers(first)
@@ -270,7 +270,7 @@ class Supervisor:
         await self._end(list(self._workers.values()))
 
     async def _end(self, processes: Sequence[Process]) -> None:
-        """Each is asked, given time, and killed."""
+        """Ask each process to end, give it time, and kill it."""
         for process in processes:
             process.terminate()
         if ends := [process.end for process in processes]:
@@ -279,7 +279,7 @@ class Supervisor:
             await asyncio.wait(ends, timeout=KILL_S)
 
     def _kill(self, *processes: Process) -> None:
-        """Those that still run."""
+        """Kill those that still run."""
         for process in processes:
             if not process.end.done():
                 self._screen.say(f"{process.spec.name} did not end by itself and is killed", level="warning")

@@ -42,8 +42,8 @@ class Drafts:
     def note_step(self, planned: Seq[ScheduledSequence], rows: int, seconds: float) -> None:
         """A step is over: its forward of `rows` rows took `seconds`."""
 
-    def note_drafts(self, step: ScheduledSequence, num_accepted: int) -> None:
-        """The step is over, and so many of its drafts were right."""
+    def note_drafts(self, step: ScheduledSequence, chosen: Seq[int]) -> None:
+        """The step is over: it gave these tokens, all but the last of them right drafts. None: it failed."""
 
 
 class Standing(Enum):

@@ -25,4 +25,4 @@ class DecodeMetrics(WorkerMetrics):
         drafted = [step for i, step in enumerate(planned) if step.num_drafted and i not in failed]
         if drafted:
             self.draft_tokens.inc(sum(step.num_drafted for step in drafted))
-            self.accepted_tokens.inc(sum(step.num_accepted for step in drafted))
+            self.accepted_tokens.inc(sum(max(len(step.path) - 1, 0) for step in drafted))

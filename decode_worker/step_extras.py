@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import count
 from threading import Lock
 
 from decode_worker.interfaces import Drafts, Masks, Standing
@@ -61,6 +62,23 @@ class DraftsAndMasks(StepExtras):
                 elif standing is not Standing.OPEN and step.sequence.phase is not Phase.ENDED:
                     updates.append(self._scheduler.end_answer(step.sequence, _error_of(standing), time.monotonic()))
 
+    def accept(self, step: ScheduledSequence, tokens: Seq[int]) -> Seq[int]:
+        """Drop the tokens after wrong drafts; [0] has seen no draft, [i + 1] draft i and those before it on its path.
+
+        A token is a function of its logits, parameters, seed and position (`engine.sampling`), so plain decoding gives
+        one answer. What the model chooses after right drafts is that answer's next token; after a wrong one it has seen
+        a wrong text. So the step gives the right drafts and one token more, whatever the drafter proposes.
+        """
+        if not step.drafts or tokens[0] < 0:
+            return range(len(tokens))
+        path = [0]
+        for index, (draft, parent) in enumerate(zip(step.drafts, step.parents or count(), strict=False), 1):
+            if parent == path[-1] and draft == tokens[parent]:
+                path.append(index)
+        step.sequence.num_drafted += step.num_drafted
+        step.sequence.num_accepted += len(path) - 1
+        return path
+
     def note_drain(self, seconds: float) -> None:
         self._drafts.note_drain(seconds)
 
@@ -72,7 +90,7 @@ class DraftsAndMasks(StepExtras):
         taken = [i for i, step in enumerate(planned) if step.wants_token and not step.is_dropped]
         for i in taken:
             if planned[i].sequence.params.max_draft_tokens:
-                self._drafts.note_drafts(planned[i], 0 if i in failed else len(chosen[i]) - 1)
+                self._drafts.note_drafts(planned[i], () if i in failed else chosen[i])
         bound = [
             i for i in taken
             if planned[i].sequence.params.grammar and i not in failed and planned[i].sequence.phase is not Phase.ENDED

@@ -126,7 +126,7 @@ class Guesser(nn.Module):
         weights.with_suffix(".new").replace(weights)
 
     def describe(self) -> dict[str, Any]:
-        """What config.json has."""
+        """The contents of config.json."""
         raise NotImplementedError
 
 
@@ -148,7 +148,7 @@ class DraftHead(Guesser):
         return torch.cat([states[layer] for layer in tap_layers(self.config.num_hidden_layers)], -1)
 
     def unroll(self, embed: Callable[[Tensor], Tensor], tokens: Tensor, taps: Tensor, steps: int) -> Iterator[Tensor]:
-        """What the head makes of its own output, step after step."""
+        """The head's output for each step: [texts, rows, hidden]. From the second on its input is the one before."""
         num_rows = taps.shape[1]
         hidden = self.fc(taps)
         past: Past = []
@@ -162,7 +162,7 @@ class DraftHead(Guesser):
 
     @classmethod
     def load(cls, config: LlamaConfig, folder: Path) -> "DraftHead":
-        """What `save` wrote for this target. FileNotFoundError if there is nothing."""
+        """Read what `save` wrote for this target. FileNotFoundError if there is nothing."""
         tensors = load_file(folder / "model.safetensors")
         head = cls(config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
         head.load_state_dict(tensors)

@@ -19,7 +19,7 @@ NUM_HEADS, NUM_LAYERS = 4, 2
 
 
 class Blocks(nn.Module):
-    """Of one head. They begin as the identity."""
+    """The residual blocks of one head. They begin as the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class MedusaHeads(Guesser):
 
     @classmethod
     def load(cls, config: LlamaConfig, folder: Path) -> "MedusaHeads":
-        """What `save` wrote for this target. FileNotFoundError if there is nothing."""
+        """Read what `save` wrote for this target. FileNotFoundError if there is nothing."""
         tensors = load_file(folder / "model.safetensors")
         heads = cls(config, tensors["token_map"])
         heads.load_state_dict(tensors)

@@ -56,7 +56,7 @@ class Batch:
         return self.tokens.shape[1] - DEPTH - 1
 
     def at(self, step: int, values: Tensor) -> Tensor:
-        """Of values [texts, rows + DEPTH + 1, ...], those of the tokens that a step guesses: [texts, rows, ...]."""
+        """values [texts, rows + DEPTH + 1, ...] |-> those of the tokens that a step guesses: [texts, rows, ...]."""
         return values[:, 2 + step : 2 + step + self.num_rows]
 
     def is_guessed(self, step: int) -> Tensor:
@@ -66,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the target makes of a batch."""
+    """The target's outputs for a batch."""
 
     taps: Tensor  # [texts, rows, 3 * hidden], or of what the head reads
     ids: Tensor  # [texts, rows + DEPTH + 1, CHOICES] likeliest tokens in place of each, ids of the draft vocabulary
@@ -102,7 +102,7 @@ def load_target(folder: Path) -> LlamaForCausalLM:
 
 
 def count_tokens(texts: Sequence[Text], vocab_size: int) -> Tensor:
-    """Of the answers. [vocab_size]"""
+    """How often each token occurs in the answers. [vocab_size]"""
     answers = [token for text in texts for token in text.tokens[text.num_prompt :]]
     return torch.bincount(torch.tensor(answers), minlength=vocab_size)
 

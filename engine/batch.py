@@ -35,6 +35,7 @@ class ForwardRow(NamedTuple):
     num_drafted: int = 0  # the last tokens up to the first sampled one that are drafts too: seen, never counted
     state_from: int = -1  # slot with the state after the positions before `begin`; -1: the sequence begins, or has none
     state_to: int = -1  # another slot, for the state after the step
+    parents: tuple[int, ...] | None = None  # of drafts, as in engine/trees.py; None: each follows the last
 
 
 NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
@@ -44,6 +45,7 @@ class StepFeature:
     """What a feature of rows adds to a step, on the host: see `RowFeature`."""
 
     rope_positions: Ints | None = None  # [T], or [3, T] by time, row and column; None: the positions
+    detours: Ints | None = None  # see `SampleSpec`; the first feature's alone
 
     @property
     def is_capturable(self) -> bool:
@@ -53,6 +55,13 @@ class StepFeature:
     def add_to(self, batch: "Batch") -> "Batch":
         """The batch with it. Launches only. ValueError says what is wrong with it."""
         return batch
+
+    def keep(self, batch: "Batch", tokens: Tensor, pages: Tensor, flat_tokens: Tensor) -> None:
+        """The step chose `tokens`, [S]: put what it leaves in pages and tokens where it belongs. Only launches."""
+
+    def find_lasts(self, lasts: Tensor) -> Tensor:
+        """[R] last outputs of the step's rows |-> those after the last right drafts. After `keep`."""
+        return lasts
 
 
 class Layout(NamedTuple):
@@ -121,6 +130,7 @@ class Batch:
     embedded: EmbeddedRows | None = None
     taps: Tensor | None = None  # [T, N H] to be written for a draft head: see `Decoder.tap`
     hidden: Tensor | None = None  # [T, H] of a draft head's step: rows that go with the tokens
+    ancestors: Tensor | None = None  # [T] int32: new tokens of its row that a token sees, by bits; 0: those before it
 
 
 class SampleSpec(NamedTuple):
@@ -129,6 +139,7 @@ class SampleSpec(NamedTuple):
     rows: Ints  # [S] rows of the sequences
     positions: Ints  # [S] of the tokens to sample or score
     places: Ints  # [S] of the same tokens in the flat InputBatch.tokens
+    detours: Ints | None = None  # [S, D] how far the D drafts before each are from where a chain has them; None: not
 
 
 class LogitsChunk(NamedTuple):

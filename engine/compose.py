@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engine import hub
+from engine import hub, trees
 from engine.adapters.ops import AdapterOps
 from engine.adapters.peft import PeftReader
 from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, AdapterRows, Adapters, HostAdapter
@@ -79,6 +79,8 @@ from wire.pooling import read_pooling
 
 DEVICES: Mapping[str, type[Device]] = {"cpu": CpuDevice, "cuda": CudaDevice}  # torch's name |-> kind; others: Device
 
+TREE_ATTENTION = ("torch_sdpa", "cpu_paged")  # backends that read `Batch.ancestors`
+
 
 def open_device(device: torch.device) -> Device:
     return DEVICES.get(device.type, Device)(device)
@@ -91,7 +93,7 @@ def open_ranks(device: torch.device) -> OpenRanks:
 
 
 def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization) -> PlainFormat:
-    """Of weights that are not packed. In float32, a file's codes become floats."""
+    """The format of weights that are not packed. In float32, a file's codes become floats."""
     if quantization == "int8":
         return Int8Format(reader, ops)
     if quantization == "fp8":
@@ -375,6 +377,9 @@ def assemble_engine(
         rows.adapters = AdapterRows(adapters, num_rows)
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
+    why_chains = _find_why_chains(config, attention[0].backend.name, draft)
+    if why_chains is None:
+        rows.lay_out_trees = trees.lay_out
     tensors = [pool.tensor, pool.tensor if pool.draft_tensor is None else pool.draft_tensor]
     runner, draft_runner = _build_runners(place, decoders, attention, tensors, rows)
     if (pooled := build_forwards(model.folder, decoder)) is not None:
@@ -395,6 +400,7 @@ def assemble_engine(
         draft_runner=draft_runner,
         quantization=quantization,
         why_unshared=decoder.why_unshared,
+        why_chains=why_chains,
         adapters=adapters,
         read_adapter=read_adapter,
         vision=vision,
@@ -402,11 +408,26 @@ def assemble_engine(
     )
 
 
+def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str, draft: Loaded | None) -> str | None:
+    """What cannot have trees of drafts; None: nothing."""
+    if isinstance(config, FallbackConfig):
+        return "a model that transformers runs"
+    found = {
+        "recurrent states": config.state_parts,
+        "layers with a sliding window": any(layer.window is not None for layer in config.layers),
+        "layers that differ in their heads": len(set(config.attention_shapes)) > 1,
+        "latents": config.token_kv is not None,
+        "a head with KV of its own": draft is not None and isinstance(draft.decoder, DraftDecoder) and draft.kv_parts,
+        attention: attention not in TREE_ATTENTION,
+    }
+    return next((name for name, is_so in found.items() if is_so), None)
+
+
 def _build_runners(
     place: Place, decoders: Sequence[Decoder], attention: Sequence[AttentionChoice], pages: Sequence[Tensor],
     rows: InputBatch,
 ) -> tuple[Runner, Runner | None]:  # fmt: skip
-    """Of the model and, if there are two, of what drafts for it. pages: of each."""
+    """Runners of the model and, if there are two decoders, of the one that drafts for it. pages: of each."""
     backends = [one.backend for one in attention]
     if len(decoders) == 1:
         return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None

@@ -1,4 +1,4 @@
-"""What computes a model. An engine opens one, by engine/compose.py."""
+"""The device that computes a model. An engine opens one, by engine/compose.py."""
 
 from collections.abc import Collection
 
@@ -23,7 +23,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        """Its own, not this machine's; 0: none."""
+        """Memory of its own, not this machine's; 0: none."""
         return 0
 
     def pad_head(self, head_dim: int) -> int:

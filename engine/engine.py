@@ -22,12 +22,12 @@ from wire.names import KvDType as KvDType
 
 
 class Vectors(Protocol):
-    """What a model without answers makes of texts (engine/pooling/): its runner computes no tokens."""
+    """Vectors of texts, from a model without answers (engine/pooling/): its runner computes no tokens."""
 
     is_whole: bool  # each text is to be one step, and its KV is of no use to another
 
     def take(self, row: int) -> NDArray[np.float32] | None:
-        """What the last collected step has made for the row, once."""
+        """The row's vector from the last collected step, once; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class Engine:
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
+    why_chains: str | None = "want of code"  # what keeps drafts from being trees; None: nothing
     pooled: Vectors | None = None  # None: the model answers
     states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
 
@@ -87,7 +88,7 @@ class Engine:
         return 1 if self.device.type == "cuda" else 0
 
     def describe(self) -> dict[str, str]:
-        """What the log shows at start."""
+        """Properties that the log shows at start."""
         shape = self.pool.shape
         return {
             "device": str(self.device),
@@ -98,11 +99,12 @@ class Engine:
             "pool": f"{shape.num_pages} pages of {shape.page_tokens} tokens, {self.pool.all_page_bytes} bytes each",
             **({"states": f"{self.num_slots} slots, {self.states.all_page_bytes} bytes each"} if self.states else {}),
             "draft_model": self.draft_weights[:12] or "none",
+            "drafts": "trees" if self.why_chains is None else f"chains, for {self.why_chains}",
             **({"ranks": str(self.pool.num_ranks)} if self.pool.num_ranks > 1 else {}),
         }
 
     def find_weaknesses(self) -> dict[str, str]:
-        """What works worse than it could on this machine |-> why, and what to change."""
+        """Features that work worse than they could on this machine |-> why, and what to change."""
         return {}
 
 

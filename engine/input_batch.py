@@ -4,7 +4,7 @@ A sequence has a row from `open` to `close`. Changes arrive as deltas, so a step
 the length of each sequence; its latest tokens may exist only on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,7 @@ class InputBatch(CountedTokens):
         # Set by an engine whose model has them.
         self.adapters = RowFeature("no slots for adapters: set --max-loras")
         self.images = RowFeature("images for a model that takes none")
+        self.lay_out_trees: Callable[[Layout, Sequence[tuple[int, ...] | None]], Layout] | None = None  # see trees.py
 
     def open(
         self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT,

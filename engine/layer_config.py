@@ -1,4 +1,4 @@
-"""What layers compute, as data that config readers fill: activations and ropes. No torch."""
+"""Settings of what layers compute, which config readers fill: activations and ropes. No torch."""
 
 import math
 from dataclasses import dataclass, replace

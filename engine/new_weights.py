@@ -40,7 +40,7 @@ class HostFormat:
 
 
 def find_values(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a part of a model consists of, each with its place there."""
+    """(place, value) of each value in a part of a model."""
     if isinstance(part, VALUES):
         yield path, part
     elif isinstance(part, list | tuple):
@@ -53,7 +53,7 @@ def find_values(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find_copies(old: Decoder, new: Decoder) -> list[tuple[Tensor, Tensor]]:
-    """What `take_copies` copies: all weights. ValueError names what differs in more than its elements."""
+    """The pairs that `take_copies` copies: all weights. ValueError names what differs in more than its elements."""
     here, there = (
         dict(value for name in WEIGHTS for value in find_values(getattr(one, name), name)) for one in (old, new)
     )

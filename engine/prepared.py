@@ -48,8 +48,11 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         slots=np.array((columns.state_from, columns.state_to), np.int64) if rows.states else NO_SLOTS,
         query_lens=counts.astype(np.int32),
     )
+    if any(columns.parents):
+        assert rows.lay_out_trees is not None, "trees of drafts, for a model that takes chains"
+        layout = rows.lay_out_trees(layout, columns.parents)
     added = [own for feature in (rows.adapters, rows.images) if (own := feature.lay_out(row, layout)) is not None]
-    return layout._replace(features=tuple(added)) if added else layout
+    return layout._replace(features=(*layout.features, *added)) if added else layout
 
 
 def build_batch(layout: Layout, rows: InputBatch) -> Batch:
@@ -82,9 +85,8 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
     if np.count_nonzero(is_counted):
         rows.count_tokens(row[is_counted], counted[is_counted])
     owners, ranks = join_ranges(np.zeros(len(row), np.int64), num_logits)
-    outputs = SampleSpec(
-        row[owners], layout.positions[layout.logits_rows] + 1, layout.places[layout.logits_rows] + 1
-    )  # fmt: skip
+    at, detours = layout.logits_rows, layout.features[0].detours if layout.features else None
+    outputs = SampleSpec(row[owners], layout.positions[at] + 1, layout.places[at] + 1, detours)
     num_top: list[int | None] = []
     if np.count_nonzero(num_given) or any(map(is_not, columns.chosen_logprobs, repeat(None))):
         num_top = [
@@ -122,6 +124,9 @@ def _plan_chunk(
         if num_extra.any():
             extra_starts = find_starts(num_extra)
             owners, seen = join_ranges(positions - num_extra, num_extra)
+            if outputs.detours is not None:
+                of_chosen = outputs.detours[span][slice(None) if chosen is None else chosen]
+                seen = seen + of_chosen[owners, seen - counted[owners]]
             drafts = row[owners] * rows.width + seen
     bias: dict[str, Any] = {}
     if np.count_nonzero(rows.has_bias[row]):

@@ -35,7 +35,7 @@ class Ranks:
         return tensor
 
     def own_rows(self, count: int) -> slice:
-        """Of `count` rows, those whose tokens this rank samples."""
+        """Those of `count` rows whose tokens this rank samples."""
         return slice(0, count)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

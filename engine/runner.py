@@ -201,6 +201,8 @@ class Runner:
                 scores.append(score(chunk, logprobs, parts[-1]))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows.flat_tokens.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))  # a step may be launched on them
+        for feature in step.layout.features:
+            feature.keep(batch, tokens, self.pages, rows.flat_tokens)
         self.follower.follow(batch, step, hidden, tokens)
         return Launched(tokens, scores)
 

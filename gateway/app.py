@@ -56,7 +56,7 @@ def add_model(
     tokenizer.add_ends(dialect.format.ends if dialect.format else ())
     reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
     if dialect.format and dialect.format.has_channels:
-        reasoning = REASONING_FORMATS["harmony"]  # which also reads what is no reasoning
+        reasoning = REASONING_FORMATS["harmony"]  # which also reads what is not reasoning
     model = ServedModel(
         tokenizer=tokenizer,
         segments=SegmentEncoder(tokenizer),
@@ -79,7 +79,7 @@ def add_model(
 
 
 def _build_images(tokenizer: Tokenizer, options: ApiOptions, offload: Offload) -> Images | None:
-    """What reads images for the model; None if it takes none."""
+    """Builds what reads images for the model; None if it takes none."""
     config = tokenizer.config
     family, token_id = find_family(config), config.get("image_token_id", config.get("image_token_index"))
     if family is None or not isinstance(token_id, int):

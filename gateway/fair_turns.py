@@ -74,7 +74,7 @@ class LoopTurn:
         self._began_s: float | None = None  # the step, by the thread's CPU time
 
     async def step(self) -> None:
-        """What follows is a step. Others run before."""
+        """Lets others run, and begins a step: the code that follows."""
         await sleep(0)
         if self._turns is None:
             return
@@ -86,12 +86,12 @@ class LoopTurn:
         self._began_s = time.thread_time()
 
     async def last_step(self) -> None:
-        """What follows, up to the next await, is the last step."""
+        """Lets others run, and begins the last step: the code that follows, up to the next await."""
         await self.step()
         get_running_loop().call_soon(self.end)
 
     def end(self) -> None:
-        """No step follows. Idempotent."""
+        """Gives the turn back: no step follows. Idempotent."""
         if self._turns is not None and self._began_s is not None:
             rest_s = time.thread_time() - self._began_s
             get_running_loop().call_later(rest_s, self._turns.give_back, self._owner)

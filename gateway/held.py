@@ -1,4 +1,4 @@
-"""What clients make the gateway hold: bytes of bodies that are under way and of answers that are not read yet.
+"""Counts what clients make the gateway hold: bytes of bodies that are under way and of answers that are not read yet.
 
 All of it together is bounded. When there is no room, the holder that has been idle longest gives way; if none is idle,
 more bodies are refused. Lives on the asyncio thread.
@@ -23,7 +23,7 @@ WARN_S = 10.0  # between two warnings
 
 
 class Holder:
-    """One body or one answer."""
+    """One body or one answer, whose bytes are held."""
 
     def __init__(self, owner: str, give_way: Callable[[], None]) -> None:
         """`owner`: as in Shared. `give_way`: ends it; called once at most."""
@@ -62,7 +62,7 @@ class Held:
 
     @asynccontextmanager
     async def body(self, owner: str) -> AsyncIterator[Callable[[int], None]]:
-        """Around a body; yields what is called with its number of bytes. Raises ApiError 429, also if it gives way."""
+        """Counts a body; yields what to call with its number of bytes. Raises ApiError 429, also if it gives way."""
         try:
             async with asyncio.timeout(None) as limit:
                 holder = Holder(owner, lambda: limit.reschedule(asyncio.get_running_loop().time()))
@@ -75,7 +75,7 @@ class Held:
             raise overloaded(why) from error
 
     def end(self, holder: Holder) -> None:
-        """It holds nothing any more. Idempotent."""
+        """Counts the holder no more. Idempotent."""
         if holder in self._holders:
             del self._holders[holder]
             self.bytes.add(holder.owner, -holder.num_bytes)

@@ -214,7 +214,7 @@ async def _serve(
 
 
 def find_openness(config: GatewayConfig) -> str | None:
-    """What anyone on the network can do for want of keys, and what to set; None where that is no matter."""
+    """Says what anyone on the network can do without a key, and what to set; None where keys are not needed."""
     if config.api_key or config.api_keys_file or is_loopback(config.host):
         return None
     has_store = config.state_dir or config.state_url
@@ -224,7 +224,7 @@ def find_openness(config: GatewayConfig) -> str | None:
 
 
 def _build_runs(config: GatewayConfig, served: ServedModels, place: str | Path | None) -> Runs | None:
-    """The answers that are kept; None: none are."""
+    """Builds the owner of the answers that are kept; None: none are."""
     if place is None:
         return None
     lease_s, max_bytes = config.state_lease_s, config.state_max_mib << 20
@@ -240,7 +240,7 @@ def _build_models(
     tracing: Tracing | None,
     rollout: Rollout,
 ) -> tuple[ServedModels, dict[str, Router], dict[str, AdapterLoader]]:
-    """What the APIs serve, and of each model what sends its requests to workers and what loads its adapters."""
+    """Builds the models that the APIs serve, and for each its router and the loader of its adapters."""
     keys = Keys(config.api_key, config.admin_key, has_file=bool(config.api_keys_file))
     salts_by_key = keys.are_several if config.cache_salt_by_key is None else config.cache_salt_by_key
     options = ApiOptions(
@@ -333,7 +333,7 @@ def _build_router(
     config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, shutdown: Shutdown, model: ModelGate,
     rollout: Rollout, embeds: bool,
 ) -> Router:  # fmt: skip
-    """What sends requests to workers of one model. embeds: texts, to prefill workers, which wait for no others' KV."""
+    """Builds the router of one model. embeds: it sends texts to prefill workers, which wait for no others' KV."""
     expects_prefill = bool(config.prefill) and not embeds
     uses_cache, no_prefill = config.cache_routing and not embeds, "fallback" if embeds else config.no_prefill
     local_prefill = choose_local_prefill(config.local_prefill_max_tokens)

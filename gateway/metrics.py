@@ -95,7 +95,7 @@ class RequestMetrics:
         return "other" if owner else "none"
 
     def count_failure(self, error: BaseException, owner: str = "") -> None:
-        """Of a request that ends with `error`. `owner`: as in TokenizedRequest, where it is known."""
+        """Counts a request that ends with `error`. `owner`: as in TokenizedRequest, where it is known."""
         if isinstance(error, ApiError):
             self.failed.labels(error.code or str(error.status)).inc()
             if error.status == 429:
@@ -104,7 +104,7 @@ class RequestMetrics:
             self.failed.labels("bug").inc()
 
     def describe_goals(self) -> dict[str, Any]:
-        """What was held, broken and refused so far."""
+        """Counts, so far: tokens and answers that kept or broke the goal, and requests that were refused."""
         found: dict[str, Any] = {"itl_goal_ms": self.itl_goal_s * 1e3, "tokens": {}, "answers": [], "refused": []}
         for counter in (self.goal_tokens, self.goal_answers, self.refused):
             for sample in next(iter(counter.collect())).samples:

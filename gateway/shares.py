@@ -33,7 +33,7 @@ class Shared:
         return not owner or is_fair(self._held[owner] + amount, self.total + amount, self.most)
 
     def add(self, owner: str, amount: int = 1) -> None:
-        """Also beyond the bound. A negative amount gives back."""
+        """Adds to what the owner holds, also beyond the bound. A negative amount gives back."""
         self.total += amount
         self._held[owner] += amount
         if not self._held[owner]:

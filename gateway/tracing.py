@@ -59,7 +59,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """One request's. Attributes have the names of OpenTelemetry's conventions for generative AI."""
+    """The trace of one request. Attributes have the names of OpenTelemetry's conventions for generative AI."""
 
     def __init__(self, tracer: Tracer, span: Span, arrived_s: float) -> None:
         self._tracer = tracer
@@ -186,7 +186,7 @@ def _classify(error: BaseException) -> tuple[str, bool]:
 
 
 def _describe(attempt: AttemptRecord) -> dict[str, Attribute]:
-    """Its number, its workers, and what they report. Seconds are as measured there: phases may overlap."""
+    """An attempt's number, its workers, and what they report. Seconds are as measured there: phases may overlap."""
     known: dict[str, Attribute] = {"baton.attempt": attempt.number}
     for role, worker in (("decode", attempt.decode), ("prefill", attempt.prefill)):
         if worker is not None:

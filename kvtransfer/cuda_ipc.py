@@ -1,7 +1,7 @@
 """Transport "cuda_ipc": reads pages from a peer's GPU memory on the same host, over NVLink or PCIe.
 
 Nothing runs on the peer. Decides when copied bytes are valid; PageStore.open_peer makes the CUDA calls. Has not run on
-a card yet.
+a GPU yet.
 """
 
 import zlib

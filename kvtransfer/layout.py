@@ -16,7 +16,7 @@ _VERSION_FIELDS = ("protocol_min", "protocol_max")
 
 
 def process_of(incarnation: str) -> str:
-    """What a worker's pools are read under: + and a number follow it where its weights have changed."""
+    """The name under which a worker's pools are read: the incarnation without + and the number of its new weights."""
     return incarnation.partition("+")[0]
 
 
@@ -33,7 +33,7 @@ def build_layout(
     *, weights: str, dtype: str, num_layers: int, num_kv_heads: int, page_tokens: int, head_dim: int,
     draft_weights: str = "", computed: str = "",
 ) -> kv_pb2.KvLayout:  # fmt: skip
-    """Of a pool here; see kv.proto. num_kv_heads: over all ranks. `computed`: dtype of the model, if not `dtype`."""
+    """Layout of a pool here; see kv.proto. num_kv_heads: over all ranks. `computed`: the model's dtype, if another."""
     dtype = dtype if computed in ("", dtype) else f"{dtype} of {computed}"
     return kv_pb2.KvLayout(
         protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, weights=weights, dtype=dtype, num_layers=num_layers,

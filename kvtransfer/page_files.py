@@ -45,7 +45,7 @@ log = structlog.get_logger()
 
 
 class KeyFollower(Protocol):
-    """Is told which keys have files. It returns at once."""
+    """Follows which keys have files. Its methods return at once."""
 
     def gain(self, key: bytes, /) -> None:
         """There is one now."""
@@ -358,7 +358,7 @@ def _lock(parent: int, folder: str) -> int | None:
 
 
 def host_folder() -> Path:
-    """Of files in memory: as they belong to no process, they are there for the worker's next start, too."""
+    """Folder of files in memory. They belong to no process, so a worker's next start finds them, too."""
     return Path(f"/dev/shm/baton-kv-{os.geteuid()}")
 
 

@@ -19,14 +19,14 @@ from worker.sequences import Update
 
 @dataclass(slots=True)
 class Embedding:
-    """One text's, while it is computed."""
+    """The vector of one text, while it is computed."""
 
     ended: asyncio.Future[Update] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     vector: bytes = b""
 
 
 class EmbeddedTexts(StepExtras):
-    """Owns the vectors of running calls. A text is a sequence whose answer is one token, which is no token."""
+    """Owns the vectors of running calls. A text is a sequence whose answer is one token, which means nothing."""
 
     def __init__(self, pooled: Vectors | None) -> None:
         """pooled: None: the model answers."""
@@ -56,13 +56,13 @@ class EmbeddedTexts(StepExtras):
         return params, self._running[handle]
 
     def end(self, params: SequenceParams) -> None:
-        """Its call is over."""
+        """Forgets the vector: its call is over."""
         self._running.pop(params.handle, None)
 
     def judge(
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
-        """On the engine thread: the rows of the step are still those of its sequences."""
+        """Takes the vectors, on the engine thread: the rows of the step are still those of its sequences."""
         for step in flight.planned:
             if self._pooled is not None and step.num_chosen:
                 vector, running = self._pooled.take(step.sequence.row), self._running.get(step.sequence.params.handle)
@@ -71,7 +71,7 @@ class EmbeddedTexts(StepExtras):
         return {}
 
     def on_updates(self, updates: Seq[Update]) -> None:
-        """On the asyncio thread."""
+        """Wakes the calls of texts that ended. On the asyncio thread."""
         for update in updates:
             running = self._running.get(update.sequence.params.handle)
             if running is not None and update.finish_reason and not running.ended.done():
@@ -79,7 +79,7 @@ class EmbeddedTexts(StepExtras):
 
 
 def read_result(update: Update, embedding: Embedding) -> prefill_pb2.EmbedPromptResponse | tuple[grpc.StatusCode, str]:
-    """What a text's last update says, or why it has no vector."""
+    """The answer to a text's call, from its last update; or the status and reason if it has no vector."""
     sequence, timing = update.sequence, update.timing
     if update.error or not embedding.vector or timing is None:
         return grpc.StatusCode.INTERNAL, update.error or "the step made no vector"

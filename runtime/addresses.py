@@ -93,12 +93,12 @@ def find_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def bare(host: str) -> str:
-    """For sockets: an IPv6 address without brackets."""
+    """The host for sockets: an IPv6 address without brackets."""
     return host.removeprefix("[").removesuffix("]")
 
 
 def bracketed(host: str) -> str:
-    """For use before :port: an IPv6 address in brackets."""
+    """The host for use before :port: an IPv6 address in brackets."""
     host = bare(host)
     return f"[{host}]" if ":" in host else host
 

@@ -76,7 +76,7 @@ class ChildProcess:
         self.ended.set_result(code)
 
     async def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit status. Raises TimeoutError."""
+        """Wait for its exit status. Raises TimeoutError."""
         return await asyncio.wait_for(asyncio.wrap_future(self.ended), timeout_s)
 
     def terminate(self) -> None:
@@ -93,7 +93,7 @@ class ChildProcess:
 
 
 def with_our_packages(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a Python process, which then imports `cli` or `runtime` from here, whoever else has one."""
+    """The environment of a Python process that imports `cli` and `runtime` from here, whatever else has these names."""
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -115,7 +115,7 @@ class Answerer(Generic[AnswerT]):
         self.trouble = ""  # why it answers no more
 
     async def wait(self, timeout_s: float | None = None) -> int:
-        """For its end. Raises TimeoutError."""
+        """Wait for its end. Raises TimeoutError."""
         raise NotImplementedError
 
     def kill(self) -> None:
@@ -224,15 +224,15 @@ class StandingChild(Generic[AnswerT]):
         self._start = start
         self._start_s = start_s
         self.child: ChildServer[AnswerT] | None = None
-        self._starting: asyncio.Task[AnswerT] | None = None  # the last start: of all who wait, whoever is cancelled
+        self._starting: asyncio.Task[AnswerT] | None = None  # the last start, shared by all callers that wait
         self._is_closed = False
 
     async def ready(self) -> AnswerT:
-        """Its answer to the first call. Raises ChildError if it does not start."""
+        """Start it if needed; its answer to the first call. Raises ChildError if it does not start."""
         starting = self._starting
         if starting is None or (starting.done() and not (self.child is not None and self.child.is_answering)):
             starting = self._starting = asyncio.create_task(self._replace())
-            starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits
+            starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps no caller waits
         return await asyncio.shield(starting)
 
     async def _replace(self) -> AnswerT:
@@ -303,7 +303,7 @@ async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Coroutine[An
 
 
 async def open_stream(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Of a connected socket."""
+    """Opens streams on a connected socket."""
     is_local = sock.family is socket.AF_UNIX
     return await (asyncio.open_unix_connection if is_local else asyncio.open_connection)(sock=sock)
 

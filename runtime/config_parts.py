@@ -75,7 +75,7 @@ def _are_names(names: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig(Settings):
-    """What every process has."""
+    """Settings of every process."""
 
     host: Host = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces, :: for those with IPv6 too."""
@@ -186,7 +186,7 @@ def roles_of(setting: WorkerRoles) -> tuple[str, ...]:
 
 
 def at_least_a_page(config: EngineConfig, name: str) -> None:
-    """For annotations: a page of tokens or more, or 0."""
+    """A check for annotations: a page of tokens or more, or 0."""
     if getattr(config, name):
         config.require_count(name, config.page_tokens)
 
@@ -206,7 +206,7 @@ class HeartbeatConfig(ProcessConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GoalConfig(Settings):
-    """What decode workers and the gateway are to hold."""
+    """Goals that decode workers and the gateway are to keep."""
 
     itl_goal_ms: Annotated[float, needs(lambda ms: 0 <= ms <= MAX_ITL_GOAL_MS, "milliseconds up to 2000, or 0")] = 0.0
     """Goal for the time between an answer's tokens: prompts beside answers get what it leaves, and answers that would
@@ -375,7 +375,7 @@ class PublicConfig(GoalConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(EngineConfig, ProcessConfig):
-    """What prefill and decode workers share."""
+    """Settings that prefill and decode workers share."""
 
     model: Annotated[str, needs(bool, MODEL)] = DEMO_MODEL
     """Folder of a checkpoint, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B" or "owner/repository:Q4_K_M" for GGUF,
@@ -470,7 +470,7 @@ def parse_share(text: str) -> tuple[str, float]:
 
 
 def check_shares(shares: Mapping[str, float]) -> str | None:
-    """What is wrong with them; None if they can be used."""
+    """Why the shares cannot be used; None if they can."""
     for name, share in shares.items():
         if not name:
             return "a revision has no name"

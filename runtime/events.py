@@ -1,4 +1,4 @@
-"""What a process and the one that started it tell each other, as JSON lines on a socket (lifecycle.py). Pure."""
+"""Messages between a process and the one that started it, as JSON lines on a socket (lifecycle.py). Pure."""
 
 from typing import Literal
 
@@ -32,7 +32,7 @@ class SetAwake(msgspec.Struct, frozen=True, tag="set_awake", tag_field="event"):
 
 
 class ModelState(msgspec.Struct, frozen=True, tag="model", tag_field="event"):
-    """To a gateway: what has become of a model's workers."""
+    """Tells a gateway the state of a model's workers."""
 
     model: str
     state: Literal["awake", "waking", "asleep", "failed"]

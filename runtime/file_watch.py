@@ -8,7 +8,7 @@ LOOK_S = 1.0  # between two looks: orchestrators replace links, which systems re
 
 
 class FileWatch:
-    """Of some files, from when it is made."""
+    """Watches some files from the moment it is made."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -24,7 +24,7 @@ class FileWatch:
                 await asyncio.to_thread(on_change)
 
     def _look(self) -> list[tuple[int, ...]]:
-        """What differs when a file does: empty for one that is not there."""
+        """Values of each file that differ once the file does; empty for a file that is not there."""
         return [self._describe(path) for path in self._paths]
 
     @staticmethod

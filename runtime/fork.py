@@ -18,7 +18,7 @@ from runtime.child import LENGTH_BYTES, die_with_parent, frame, pack, receive
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one piece of work."""
+    """Limits of one call's work."""
 
     cpu_s: float
     wall_s: float
@@ -40,7 +40,7 @@ class Busy(msgspec.Struct, tag=True):
 
 
 def as_answer(found: msgspec.Raw | Trouble, *, slow: str, crashed: str) -> msgspec.Raw | Refused | Busy:
-    """What a child answers after a fork's work. `slow`, `crashed`: the message of Refused in these cases."""
+    """A child's answer, from what its fork found. `slow`, `crashed`: the message of Refused in these cases."""
     match found:
         case "busy":
             return Busy()
@@ -96,7 +96,7 @@ class Fork:
                 self.end()
 
     def ask_now(self, call: bytes = b"") -> msgspec.Raw | Trouble:
-        """The same without an event loop."""
+        """As `ask`, without an event loop."""
         self._ours.settimeout(self._limits.wall_s)
         try:
             self._ours.sendall(frame(call))

@@ -18,7 +18,7 @@ VERSION_BYTES = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
 
 class Driver(NamedTuple):
-    """What NVIDIA's driver reports about this machine."""
+    """Facts that NVIDIA's driver reports about this machine."""
 
     num_gpus: int
     version: str  # empty if unknown

@@ -1,4 +1,4 @@
-"""What this machine has, within container limits, and which packages. Nothing of torch."""
+"""Finds this machine's cores, memory and packages, within container limits. Does not import torch."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/cpu/build.py
 CHECK_STEPS = "BATON_CHECK_STEPS"  # see engine/cpu/sampling_checks.py
 PROC = Path("/proc/self")
-MEMORY_FILES = (  # of a control group, v2 and v1: its limit, its use, and of its memory.stat what is no lasting use
+MEMORY_FILES = (  # of a control group, v2 and v1: its limit, its use, and in its memory.stat the part that can be freed
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -19,7 +19,7 @@ SETTINGS: dict[Controller, str] = {"cpu": "--threads", "memory": "--kv-memory-mi
 
 
 def find_version(distribution: str) -> str:
-    """Of an installed package; empty when it is not."""
+    """The version of a package; empty if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -30,7 +30,7 @@ OWN_VERSION = find_version("baton") or "unknown"
 
 
 class Cores(NamedTuple):
-    """What this process may compute with."""
+    """The cores that this process may compute with."""
 
     cpus: frozenset[int]  # the system's numbers of them
     num: int  # of them that it may keep busy, within its container's CPU quota
@@ -112,9 +112,9 @@ def _cgroup_paths() -> dict[str, str]:
 
 
 def _left_bytes(group: Path) -> int | None:
-    """What the group's processes may still take together; None without a limit.
+    """Bytes of memory that the group's processes may still take together; None without a limit.
 
-    File cache not used recently, such as a model just downloaded, is no use of memory.
+    File cache not used recently, such as a model just downloaded, does not count as used.
     """
     stat = _read(group / "memory.stat")
     around = _find_number("hierarchical_memory_limit", stat)  # v1: the least also of groups that cannot be seen

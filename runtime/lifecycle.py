@@ -55,7 +55,7 @@ class ReadyReporter:
     def _write(self, event: Loading | Ready) -> None:
         if self._fd is None:
             return
-        with suppress(ConnectionError):  # the reader is gone, which is no reason to end
+        with suppress(ConnectionError):  # the reader is gone, which is not a reason to end
             os.write(self._fd, msgspec.json.encode(event) + b"\n")
 
 
@@ -173,7 +173,7 @@ class Shutdown:
             self._is_idle.set()
 
     async def wait(self) -> None:
-        """Until the drain has begun, and then until nothing is left or `drain_s` is over."""
+        """Wait until the drain has begun, and then until nothing is left or `drain_s` is over."""
         await self.begun.wait()
         try:
             async with asyncio.timeout(self.drain_s):

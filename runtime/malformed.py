@@ -25,7 +25,7 @@ ResponseT = TypeVar("ResponseT")
 
 
 class BrokenAnswerError(grpc.aio.AioRpcError):
-    """An answer is no message of its method. Whether the server did what was asked is not known: the call is lost."""
+    """An answer is not a message of its method. Whether the server did what was asked is unknown: the call is lost."""
 
     def __init__(self, method: str) -> None:
         detail = f"what came is no answer of {method}"

@@ -32,7 +32,7 @@ def _unavailable(why: str) -> Answer:
 
 
 def _is_own(header: str) -> bool:
-    """Whether it is no Host, or one that means this machine."""
+    """Whether the header is not Host, or its value means this machine."""
     name, _, value = header.partition(":")
     host = split_host(value.strip())
     return name.strip().lower() != "host" or host == "localhost" or find_ip(host) is not None
@@ -40,7 +40,7 @@ def _is_own(header: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """What a process says of itself. Called on its asyncio thread."""
+    """Answers whether a process is alive and ready, and its metrics. Called on its asyncio thread."""
 
     find_stall: Callable[[], str | None]  # why only a restart helps; None: it lives
     find_obstacle: Callable[[], str | None]  # why it takes no requests now; None: it is ready
@@ -58,7 +58,7 @@ class OpsServer:
     """Listens from its construction to the end of the `with` block. Until `follow` the process counts as loading."""
 
     def __init__(self, host: str, port: int) -> None:
-        """With `port` 0 the system picks one. Raises OSError."""
+        """Begins to listen; with `port` 0 the system picks one. Raises OSError."""
         listener = listen_tcp(host, port, "--ops-port")
         self.address = f"{bracketed(host)}:{listener.getsockname()[1]}"
         self._is_local = is_loopback(host)
@@ -124,7 +124,7 @@ class OpsServer:
         return head.encode() + (b"" if method == "HEAD" else text + b"\n")
 
     async def _ask(self, path: str) -> Answer:
-        """What the process answers, or why it does not."""
+        """The process's answer, or why it gives none."""
         if self._followed is None:
             return (HTTPStatus.OK, b"live") if path == "/live" else _unavailable("this process is loading")
         loop, probes = self._followed

@@ -21,12 +21,12 @@ def shorten(text: str, max_bytes: int = MAX_DETAIL_BYTES) -> str:
 
 
 def find_too_many_logprobs(name: str, count: int) -> str | None:
-    """What is wrong with this value of the field `name`; None if it is within the limit."""
+    """Why the field `name` must not have this value; None if it is within the limit."""
     return None if count <= MAX_LOGPROBS else f"{name} is {count}, expected at most {MAX_LOGPROBS}"
 
 
 def find_foreign_token(token_ids: NDArray[np.int32], vocab_size: int) -> str | None:
-    """What is wrong with a prompt that has tokens outside the vocabulary; None if none. `token_ids`: at least one."""
+    """Why a prompt is refused that has tokens outside the vocabulary; None if none. `token_ids`: at least one."""
     lowest, highest = int(token_ids.min()), int(token_ids.max())
     if lowest >= 0 and highest < vocab_size:
         return None

@@ -1,4 +1,4 @@
-"""What a class of settings is: frozen, complete and valid, or not built at all. Values come from `cli/`.
+"""The base of classes of settings: frozen, complete and valid, or not built at all. Values come from `cli/`.
 
 A field's annotation has its checks; the string below it is its line in `--help`.
 """
@@ -45,12 +45,12 @@ class Settings:
 
 
 def count(least: int, most: int = MAX_COUNT) -> Check:
-    """For annotations: Annotated[int, count(1)] is 1 to MAX_COUNT."""
+    """A check for annotations: Annotated[int, count(1)] is 1 to MAX_COUNT."""
     return partial(Settings.require_count, least=least, most=most)
 
 
 def needs(is_valid: Callable[[Any], bool], wanted: str) -> Check:
-    """For annotations: a value that `wanted` describes."""
+    """A check for annotations: a value that `wanted` describes."""
     return lambda config, name: config.require(name, is_valid(getattr(config, name)), wanted)
 
 

@@ -14,7 +14,7 @@ _running = set[asyncio.Task[Any]]()
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Its task, which ends by itself: the event loop alone would not keep it from being collected while it waits."""
+    """Starts a task and keeps it until it ends: the event loop alone would let it be collected while it waits."""
     task = asyncio.create_task(work)
     _running.add(task)
     task.add_done_callback(_running.discard)

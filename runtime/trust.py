@@ -74,7 +74,7 @@ class Trust:
     refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
 
     def find_weaknesses(self) -> dict[str, str]:
-        """What a user should know of it: event for the log |-> reason."""
+        """Weaknesses that a user should know of: event for the log |-> reason."""
         if self.tls is not None or self.secret:
             return {}
         reason = (

@@ -64,7 +64,7 @@ class Format:
     has_one_call: bool = False  # templates take one call a message
     takes_text: bool = False  # the template wants arguments as JSON text; found out by gateway/tools/dialect.py
     is_single: bool = False  # the answer ends with its first call
-    # Around text that is no call. Answers do not show these tokens, unless the reader needs them.
+    # Around text that is not a call. Answers do not show these tokens, unless the reader needs them.
     answer_begin: str = ""
     answer_end: str = ""
     after_thought: str = ""  # what opens the message after the one that reasons; "": a line break or two
@@ -73,7 +73,7 @@ class Format:
 
     @cached_property
     def begin(self) -> str:
-        """Of a call, up to its arguments."""
+        """The text of a call up to its arguments."""
         return self.call.partition(ARGUMENTS)[0]
 
     @cached_property
@@ -82,7 +82,7 @@ class Format:
 
     @property
     def lead(self) -> str:
-        """Of a call, up to its name or the object that has it."""
+        """The text of a call up to its name, or to the bracket of the object that has the name."""
         before, bracket, _ = self.begin.partition(NAME)[0].partition("{")
         return before + bracket
 

@@ -1,4 +1,4 @@
-"""Reads files that strangers have made, of a checkpoint or adapter: what is no file, too long or no JSON is refused.
+"""Reads files of checkpoints and adapters, made by strangers: refuses what is not a file, is too long or is not JSON.
 
 Each ValueError names the file.
 """
@@ -47,7 +47,7 @@ def check_access(path: Path) -> None:
 
 
 def check_file(path: Path, most_bytes: int | None = MOST_BYTES) -> int:
-    """The bytes of a file that can be read, links followed. FileNotFoundError; ValueError if it is no file, or longer.
+    """The bytes of a file that can be read, links followed. FileNotFoundError; ValueError if not a file, or longer.
 
     Raises DeniedError.
     """
@@ -81,7 +81,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """FileNotFoundError if it is missing."""
+    """The text of a file. FileNotFoundError if it is missing; ValueError if it is not UTF-8."""
     check_file(path)
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -90,12 +90,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """FileNotFoundError if it is missing."""
+    """The JSON value in a file. FileNotFoundError if it is missing; ValueError if it is not JSON."""
     return parse_json(read_text(path), path)
 
 
 def read_json_object(path: Path) -> Mapping[str, Any]:
-    """The same of a file that must hold an object."""
+    """As `read_json`, for a file that must hold an object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
@@ -122,7 +122,7 @@ def named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def blamed(path: Path) -> Iterator[None]:
-    """The same of whatever libraries raise that trust what they read; Rust's panics are no Exceptions."""
+    """As `named`, for libraries that trust what they read and may raise anything; Rust's panics are not Exceptions."""
     try:
         yield
     except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
@@ -136,7 +136,7 @@ def blamed(path: Path) -> Iterator[None]:
 
 @contextmanager
 def blamed_tokenizer(folder: Path) -> Iterator[None]:
-    """The same of the file of a tokenizer that is wrong."""
+    """As `blamed`, for a tokenizer: the error names that file of the folder which is wrong."""
     try:
         yield
     except (OSError, KeyboardInterrupt, SystemExit, MemoryError):

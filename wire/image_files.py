@@ -1,6 +1,6 @@
-"""What is in an image file that a client sends. The same in every process.
+"""Reads image files that clients send, in the same way in every process.
 
-A file is one of four formats, and no document, archive or program besides. Text in it may say what it likes: no file
+A file has one of four formats, and is not a document, archive or program as well. Its text may be anything: no file
 is ever shown or run. Its header is read before its pixels, by the decoder of its own format alone.
 """
 

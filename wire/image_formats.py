@@ -11,7 +11,7 @@ TAKEN = "PNG, JPEG, WebP or GIF"
 
 
 def find_type(file: bytes) -> str | None:
-    """Its media type, by its first bytes; None if it is none of FORMATS."""
+    """A file's media type, by its first bytes; None if it has none of FORMATS."""
     if file.startswith(b"\x89PNG\r\n\x1a\n"):
         return "image/png"
     if file.startswith(b"\xff\xd8\xff"):

@@ -36,7 +36,7 @@ def check_images(images: Sequence[ImageSpan], num_tokens: int) -> None:
 
 
 def name_images(images: Sequence[ImageSpan], begin: int, end: int) -> bytes:
-    """What the tokens [begin, end) stand for besides themselves: empty without an image there."""
+    """Bytes that identify the images among the tokens [begin, end); empty if there are none."""
     return b"".join(
         [
             b"%b%d:%d;" % (image.digest, image.begin, image.end)

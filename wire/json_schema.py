@@ -1,4 +1,4 @@
-"""What the gateway and decode workers both make of a JSON schema, so that what is enforced is also what is said. Pure.
+"""How the gateway and decode workers both read a JSON schema, so that what is enforced is also what is said. Pure.
 
 Which parts of it are schemas, which keyword of a part decides where xgrammar follows only one, what a reference names,
 and which expression a string has to match.
@@ -37,7 +37,7 @@ MAX_SHOWN = 64  # characters of a client's name
 
 
 def inner_schemas(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
-    """Those directly in `schema`, each with the keys that lead to it."""
+    """The schemas directly in `schema`, each with the keys that lead to it."""
     for key in _SINGLE:
         if isinstance(part := schema.get(key), Mapping):
             yield (key,), part
@@ -68,7 +68,7 @@ def deciding(schema: Schema) -> str | None:
 
 
 def own_types(schema: Schema) -> frozenset[str]:
-    """Those that a part names, or the one that its first keyword about a type is about; none if nothing shows it."""
+    """The types that a part names, or the one that its first keyword of a type implies; empty if nothing shows them."""
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return frozenset(name for name in named if isinstance(name, str))
@@ -77,7 +77,7 @@ def own_types(schema: Schema) -> frozenset[str]:
 
 
 def find_target(root: object, ref: str) -> Any:
-    """What a reference such as "#/$defs/a" names in `root`; None where nothing is."""
+    """The part of `root` that a reference such as "#/$defs/a" names; None if there is none."""
     found = root if ref == "#" or ref.startswith("#/") else None
     for key in [unquote(part).replace("~1", "/").replace("~0", "~") for part in ref.split("/")[1:]]:
         if isinstance(found, list):

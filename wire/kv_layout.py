@@ -26,7 +26,7 @@ def pool_sizes(
 
 
 def describe_token(kept_bytes: float, head_bytes: float) -> str:
-    """What a token takes of pages, hand-offs and files. head_bytes: of heads that it stands for; 0: it keeps them."""
+    """A token's size in pages, hand-offs and files, in words. head_bytes: of the heads that a latent replaces, or 0."""
     less = f", {head_bytes / kept_bytes:.0f} times less than its heads" if head_bytes else ""
     return f"{kept_bytes / 1024:.3g} KiB of KV a token{less}"
 
@@ -35,7 +35,7 @@ TEST_BYTES = 64 << 10  # random, behind the last page of a pool on a GPU: a peer
 
 
 def find_test_bytes(pages_bytes: int) -> int:
-    """Where they begin, behind pages of so many bytes: on 256, as an allocation does."""
+    """Where the TEST_BYTES begin, behind pages of `pages_bytes`: on a multiple of 256, as an allocation does."""
     return -(-pages_bytes // 256) * 256
 
 
@@ -48,7 +48,7 @@ class KvPart(NamedTuple):
     has_values: bool = True  # False: values are part of the keys
 
     def pool_sizes(self, num_pages: int, page_tokens: int) -> tuple[int, ...]:
-        """Of a tensor that holds the part in all pages."""
+        """The sizes of a tensor that holds the part in all pages."""
         return pool_sizes(
             num_pages=num_pages,
             num_kv_heads=self.num_heads,
@@ -70,7 +70,7 @@ class StatePart(NamedTuple):
     sizes: tuple[int, ...]  # of a head's state in one layer
 
     def pool_sizes(self, num_pages: int, page_tokens: int) -> tuple[int, ...]:
-        """Of a tensor that holds the part in all slots."""
+        """The sizes of a tensor that holds the part in all slots."""
         return (num_pages, self.num_heads, self.num_layers, *self.sizes)
 
 

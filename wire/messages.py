@@ -44,7 +44,7 @@ def pack_retention(retention: Retention | None) -> kv_pb2.Retention | None:
 
 
 def unpack_retention(message: kv_pb2.Retention) -> Retention | None:
-    """None without a part."""
+    """Reads a retention; None if it has no part that lasts."""
     parts = [KeptPart(one.tokens, min(one.seconds, MAX_KEEP_S)) for one in message.parts[:MAX_KEPT_PARTS]]
     parts = [part for part in parts if part.seconds > 0]
     return Retention(message.owner, parts) if parts else None

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 
 class PatternError(ValueError):
-    """It is no expression. The message is for the client."""
+    """The text is not a valid expression. The message is for the client."""
 
 
 class NotEnforcedError(ValueError):
@@ -55,7 +55,7 @@ _NOT_ASCII = (  # as \u and digits
 
 @dataclass(slots=True)
 class _Item:
-    """One after the other they make an alternative: a text as the result has it, a group, or an anchor."""
+    """A part of an alternative, which is a list of them: a text as the result has it, a group, or an anchor."""
 
     text: str = ""
     group: "list[list[_Item]] | None" = None
@@ -66,17 +66,17 @@ class _Item:
 
 
 def whole_pattern(pattern: str) -> str:
-    """For a text that must match from its beginning to its end. Raises PatternError or NotEnforcedError."""
+    """The expression for a text that must match from beginning to end. Raises PatternError or NotEnforcedError."""
     return _translated(pattern, _TEXT, is_whole=True)
 
 
 def json_pattern(pattern: str) -> str:
-    """For what stands between a JSON string's quotes if its value matches anywhere. Raises as `whole_pattern`."""
+    """The expression for a JSON string, between its quotes, whose value matches anywhere. Raises as `whole_pattern`."""
     return _translated(pattern, _RAW, is_whole=False)
 
 
 def text_without(pattern: str, char: str) -> str:
-    """For a text that matches anywhere, of those in which the character never occurs. Raises as `whole_pattern`."""
+    """The expression for a text that matches anywhere and never has the character. Raises as `whole_pattern`."""
     return _translated(pattern, _complement(_one(ord(char))), is_whole=False)
 
 
@@ -172,7 +172,7 @@ def _item_text(item: _Item) -> str:
 
 @lru_cache(maxsize=1024)
 def _character(token: str, plain: _Set) -> str:
-    """Of a token that stands for one character: a class, an escape, a dot or the character."""
+    """The expression for a token that stands for one character: a class, an escape, a dot or the character."""
     if token[0] == "[":
         found = _set(token)
     elif token[0] == "\\":
@@ -183,7 +183,7 @@ def _character(token: str, plain: _Set) -> str:
 
 
 def _escaped(text: str, is_in_set: bool) -> _Set:
-    """What an escape stands for."""
+    """The characters that an escape stands for. Raises PatternError or NotEnforcedError."""
     kind = text[1:2]
     if kind.lower() in _SETS and kind:
         return _SETS[kind] if kind in _SETS else _complement(_SETS[kind.lower()])
@@ -207,7 +207,7 @@ def _escaped(text: str, is_in_set: bool) -> _Set:
 
 
 def _set(text: str) -> _Set:
-    """Of a class such as "[a-z]"."""
+    """The characters of a class such as "[a-z]". Raises PatternError or NotEnforcedError."""
     if len(text) < 2 or text[-1] != "]":
         raise PatternError("it has a '[' without a ']'")
     is_negated = text[1] == "^"
@@ -270,7 +270,7 @@ def _written(found: _Set, plain: _Set) -> str:
 
 
 def _json_escapes(found: _Set) -> list[str]:
-    """What may stand behind the backslash."""
+    """Expressions for the escapes of these characters in JSON, without the backslash."""
     low = [code for code in (*range(0x20), 0x22, 0x2F, 0x5C) if any(first <= code <= last for first, last in found)]
     ways = [_class(_merged([(ord(_SHORT[code]),) * 2 for code in low if code in _SHORT]))] if low else []
     for tens in (0, 1):

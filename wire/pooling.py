@@ -1,4 +1,4 @@
-"""What a checkpoint makes of a text instead of an answer, by its folder: config.json and sentence-transformers' files.
+"""Finds by a checkpoint's files, config.json and sentence-transformers', whether it makes vectors or scores of texts.
 
 Gateways, workers and commands read it alike. Loads no tensors.
 """
@@ -35,7 +35,7 @@ RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What a model without answers makes of a text, or of a pair of texts."""
+    """How a model makes a vector or scores of a text, or of a pair of texts, instead of an answer."""
 
     task: Task
     pool: Pool
@@ -53,7 +53,7 @@ class Pooling:
     default_prompt: str = ""  # the name of one
 
     def describe(self) -> str:
-        """For those who asked for something else."""
+        """Says what the model makes, and which endpoint to call, to a client that asked for something else."""
         made = {
             "embed": "embeddings: send texts to /v1/embeddings",
             "score": "scores of pairs of texts: send them to /v1/rerank or /v1/score",
@@ -149,7 +149,7 @@ def _read_pool(path: Path) -> Pool:
 
 
 def _with_lengths(folder: Path, found: Pooling, most: int) -> Pooling:
-    """With the longest text, of at most `most` tokens, and the prompts, as sentence-transformers' files name them."""
+    """Adds the longest text, of at most `most` tokens, and the prompts, from the files of sentence-transformers."""
     files = [folder / f"{name}.json" for name in ("sentence_bert_config", "config_sentence_transformers")]
     lengths, texts = (read_json_object(path) if path.is_file() else {} for path in files)
     length, prompts = lengths.get("max_seq_length"), texts.get("prompts") or {}

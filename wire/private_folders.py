@@ -122,7 +122,7 @@ def _report_skipped(path: Path, problem: str) -> None:
 
 
 def _read_link(parent: int, name: str, path: Path) -> Path | None:
-    """Where `name` leads; None if it is no link."""
+    """Where `name` leads; None if it is not a link."""
     if not stat.S_ISLNK(_mode_of(parent, name)):
         return None
     owner = os.stat(name, dir_fd=parent, follow_symlinks=False).st_uid
@@ -132,7 +132,7 @@ def _read_link(parent: int, name: str, path: Path) -> Path | None:
 
 
 def _mode_of(parent: int, name: str) -> int:
-    """0 if it does not exist."""
+    """The mode of `name` in the folder; 0 if it does not exist."""
     with suppress(FileNotFoundError):
         return os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
     return 0

@@ -18,7 +18,7 @@ class KeptPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What of a request is to outlive other KV, within its owner's share of a pool."""
+    """The parts of a request whose KV is to outlive other KV, within its owner's share of a pool."""
 
     owner: str
     parts: Sequence[KeptPart]

@@ -46,7 +46,7 @@ class ChunkSizer(ChunkSizes):
 
     @property
     def _wanted_s(self) -> float:
-        """What a chunk may add to a step with answers: more than what it adds at any size, to make that worthwhile."""
+        """Seconds that a chunk may add to a step with answers: more than a chunk's fixed cost, to be worthwhile."""
         return min(max((STRETCH - 1) * self.quiet_s, STRETCH * self.fixed_s), CHUNK_S)
 
     def _fit(self, seconds: float) -> int:

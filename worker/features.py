@@ -1,4 +1,4 @@
-"""What a worker's service asks of what hangs on it: interfaces, and the objects of a worker without the thing.
+"""Optional features of a worker's service: their interfaces, which are also the objects of a worker without them.
 
 compose.py names those that a worker has. They live on the asyncio thread.
 """
@@ -32,7 +32,7 @@ class KVSource:
         return True
 
     def count_read(self, sequence: Sequence) -> ReadTokens:
-        """Of a newly admitted sequence's cached tokens those that were just read."""
+        """Those of a newly admitted sequence's cached tokens that were just read."""
         return NOTHING_READ
 
     async def lend(self, request: worker_pb2.LendRequest) -> worker_pb2.LendResponse:
@@ -52,7 +52,7 @@ class ImageSource:
     takes_images = False
 
     async def encode(self, files: Mapping[bytes, bytes], wait_s: float) -> Mapping[bytes, Any] | None:
-        """`files`: digest |-> file |-> their encodings. ValueError: one is no image, or too large for the model.
+        """`files`: digest |-> file |-> their encodings. ValueError: one is not an image, or too large for the model.
 
         None: it takes longer than `wait_s`, and goes on; ask again.
         """

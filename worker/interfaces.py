@@ -1,6 +1,6 @@
-"""What some workers have beside pages: recurrent states, and adapters. Pure.
+"""Interfaces of what some workers have beside pages: recurrent states, and adapters. Pure.
 
-Each class is the interface, and the object of a worker without the thing: the core never asks whether it is there.
+Each class is also the object of a worker without the feature, so the core never asks whether it is there.
 states/ and adapters/ implement them.
 """
 
@@ -21,22 +21,22 @@ class States:
         self.cache = PrefixCache(0, [])
 
     def find(self, keys: Seq[PageKey]) -> tuple[int, int]:
-        """Of leading pages that are cached, (how many a step can continue behind, the slot with the state there)."""
+        """(how many of these cached leading pages a step can continue behind, slot with the state there; -1: none)."""
         return len(keys), -1
 
     def num_received(self, num_cached: int, is_all: bool) -> int:
-        """Of so many cached pages, those that a prompt takes whose rest is received. `is_all`: no rest is left."""
+        """How many of the cached pages a prompt takes whose rest is received. `is_all`: no rest is left."""
         return num_cached
 
     def open(self, checkpoint: int, checkpoint_at: int, branch: int = 0) -> SequenceState:
-        """Of a sequence that continues at a checkpoint, or at 0. NoRoomError, and nothing is held.
+        """State of a sequence that continues at a checkpoint, or at 0. NoRoomError, and nothing is held.
 
         `branch`: pages were found up to there.
         """
         return NO_STATE
 
     def open_receiving(self, has_checkpoint: bool) -> SequenceState:
-        """Of a sequence whose state, and perhaps a checkpoint, comes from another worker. NoRoomError."""
+        """State of a sequence that gets it, and perhaps a checkpoint, from another worker. NoRoomError."""
         return NO_STATE
 
     def finish_receiving(self, state: SequenceState, checkpoint_at: int) -> None:
@@ -58,7 +58,7 @@ class States:
         return step.sequence.computed + step.count + num_right
 
     def forget(self, sequence: Sequence) -> None:
-        """What the launched steps leave is not the state after them."""
+        """The state that the launched steps leave is not to be used."""
 
     def finish_step(self, sequence: Sequence) -> None:
         """All steps from before `computed` on are collected."""
@@ -71,7 +71,7 @@ class States:
         """The sequence holds nothing any more."""
 
     def check(self, sequences: Seq[Sequence], restored: Seq[int] = ()) -> None:
-        """Check who holds, reads and writes what. `restored`: slots that are held, too."""
+        """Check which sequences hold, read and write which slots. `restored`: slots that are held, too."""
 
 
 class UnknownAdapterError(Exception):

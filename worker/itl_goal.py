@@ -1,4 +1,4 @@
-"""What a goal for the time between tokens (--itl-goal-ms) leaves for prompts and for more answers. Pure.
+"""Prompt tokens and answers for which a goal for the time between tokens (--itl-goal-ms) leaves room. Pure.
 
 A step with n answers and p prompt tokens is predicted to take `base + answer * n` and what the chunk adds (chunks.py).
 `margin` is the factor by which one step in 50 exceeds its prediction, and a step is meant to take `goal / margin`:

@@ -17,7 +17,7 @@ from worker.sequences import Phase, Sequence
 
 
 class Hit(NamedTuple):
-    """What is cached of a prompt."""
+    """The cached part of a prompt."""
 
     pages: list[int]
     num_usable: int  # of these pages: a step can continue behind them
@@ -62,7 +62,7 @@ class KVCacheManager:
         return root_key(self.model, params.cache_salt, params.adapter)
 
     def find(self, keys: Seq[PageKey]) -> Hit:
-        """What is cached under the leading keys. Does not hold it."""
+        """The pages cached under the leading keys. Does not hold them."""
         pages = self.cache.find(keys)
         return Hit(pages, *self.states.find(keys[: len(pages)]))
 

@@ -68,6 +68,10 @@ class StepExtras:
     def complete(self, planned: Seq[ScheduledSequence], updates: list[Update], lock: Lock) -> None:
         """`prepare` for a step whose forward is launched: take back or end sequences that it would drop."""
 
+    def accept(self, step: ScheduledSequence, tokens: Seq[int]) -> Seq[int]:
+        """Which of the tokens that a step chose are the answer's, by index."""
+        return range(len(tokens))
+
     def note_drain(self, seconds: float) -> None:
         """The device had no step for so long, as the one just launched was planned on the tokens of the last one."""
 
@@ -213,7 +217,8 @@ class WorkerLoop:
         for step, at in zip(flight.planned, answers.begins, strict=True):
             begin = at + step.num_scored
             tokens = answers.tokens[begin : begin + step.num_chosen]
-            chosen.append([] if step.is_dropped else _accept(step, tokens))
+            step.path = () if step.is_dropped else self._extras.accept(step, tokens)
+            chosen.append([tokens[index] for index in step.path])
         judged = self._extras.judge(flight, chosen, answers.failed)
         with self.thread.lock:
             updates = self._finish(flight.planned, chosen, answers, judged, time.monotonic())
@@ -234,8 +239,8 @@ class WorkerLoop:
             if isinstance(verdict, Exception):
                 update = scheduler.fail_step(step, verdict, now)
             else:
-                prompt_logprobs = _given(answers.logprobs, at, begin)
-                logprobs = _given(answers.logprobs, begin, begin + len(tokens))
+                prompt_logprobs = _given(answers.logprobs, range(at, begin))
+                logprobs = _given(answers.logprobs, [begin + index for index in step.path])
                 update = scheduler.finish_step(step, tokens, now, logprobs, prompt_logprobs, verdict)
             if update is not None:
                 updates.append(update)
@@ -246,26 +251,10 @@ def _has_drafts(planned: Seq[ScheduledSequence]) -> bool:
     return any(step.drafts for step in planned)
 
 
-def _accept(step: ScheduledSequence, tokens: list[int]) -> list[int]:
-    """Drop the tokens after the first wrong draft; [0] has seen no draft, [i] the first i.
-
-    A token is a function of its logits, parameters, seed and position (`engine.sampling`), so plain decoding gives one
-    answer. What the model chooses after right drafts is that answer's next token; after a wrong one it has seen a wrong
-    text. So the step gives the right drafts and one token more, whatever the drafter proposes.
-    """
-    if not step.drafts or tokens[0] < 0:
-        return tokens
-    pairs = zip(step.drafts, tokens, strict=False)
-    step.num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), step.num_drafted)
-    step.sequence.num_drafted += step.num_drafted
-    step.sequence.num_accepted += step.num_accepted
-    return tokens[: step.num_accepted + 1]
-
-
 def _count(planned: Seq[ScheduledSequence]) -> tuple[int, int]:
     """(answers, prompt tokens) in a step."""
     return sum(step.is_answer for step in planned), sum(step.count for step in planned if not step.is_answer)
 
 
-def _given(logprobs: Seq[TokenLogprobs | None], begin: int, end: int) -> Seq[TokenLogprobs]:
-    return [one for one in logprobs[begin:end] if one is not None] if logprobs else ()
+def _given(logprobs: Seq[TokenLogprobs | None], which: Seq[int]) -> Seq[TokenLogprobs]:
+    return [one for index in which if (one := logprobs[index]) is not None] if logprobs else ()

@@ -1,4 +1,4 @@
-"""What a worker is asked for: one sequence, as its gateway wants it."""
+"""A request to a worker: one sequence, as the gateway wants it."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq

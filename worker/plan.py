@@ -27,16 +27,16 @@ class ChunkSizes:
 
     @property
     def alone(self) -> int:
-        """Of the next step without answers."""
+        """Prompt tokens of the next step, without answers."""
         return self._most
 
     @property
     def beside(self) -> int:
-        """Of the next step with answers."""
+        """Prompt tokens of the next step, beside answers."""
         return self._most
 
     def beside_by_goal(self, num_answers: int) -> int | None:
-        """Of the next step with so many answers, by the goal; None without one."""
+        """Prompt tokens of the next step beside so many answers, by the goal; None without one."""
         return None
 
     def most_answers(self, limit: int) -> int:
@@ -80,7 +80,7 @@ class TokenBudget:
 def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:
     """The next token of every active answer, oldest first, then as many prompt positions as the budget allows.
 
-    An answer may have to compute tokens of its last step again, after a wrong draft (states/): that is no prompt.
+    An answer may have to compute tokens of its last step again, after a wrong draft (states/): that is not a prompt.
 
     Makes room page by page: on the way, sequences may be preempted (newest first) or resumed. Calls `begin_step` for
     everything planned.

@@ -38,7 +38,7 @@ class EvictionOrder(OrderedDict[int, float]):
         """Keep pages, which may have other holders, for some time. `pages`: page |-> its place in the sequence."""
 
     def count_awaited(self, found: Sequence[int], count: int, retention: Retention | None = None) -> int:
-        """Pages that whoever needs `count` beside those `found` leaves for requests that are about to come."""
+        """Pages that a request for `count` beside those `found` leaves for requests that are about to come."""
         return 0
 
 

@@ -34,7 +34,7 @@ ConfigT = TypeVar("ConfigT", PrefillConfig, RolesConfig, DecodeConfig)
 
 @dataclass(frozen=True, slots=True)
 class Built(Generic[ConfigT]):
-    """What takes long to build at start."""
+    """The parts that take long to build at start."""
 
     config: ConfigT  # complete: no limit is 0
     engine: FullEngine
@@ -119,7 +119,7 @@ async def _serve(
 
 
 def build_probes(parts: Role, shutdown: Shutdown, stall_s: float) -> Probes:
-    """What a worker says of itself."""
+    """A worker's probes: whether it is stuck or draining, and its metrics."""
     thread, registry = parts.loop.thread, parts.metrics.registry
 
     def find_stall() -> str | None:

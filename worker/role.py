@@ -1,4 +1,4 @@
-"""What each role builds on, and what it is to the process that runs it."""
+"""The parts that each role builds on, and a role's interface to the process that runs it."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from worker.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What a role builds on."""
+    """The parts of a worker that its role builds on."""
 
     engine: FullEngine
     me: kv_pb2.Peer

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class RowWriter:
         mask = self.mask(step) if params.min_tokens else step.mask
         return ForwardRow(
             row, step.begin, step.count + step.num_drafted, step.num_scored + step.num_chosen, step.num_scored,
-            params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, *step.slots,
+            params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, *step.slots, tuple(step.parents) or None,
         )  # fmt: skip
 
     def mask(self, step: ScheduledSequence) -> NDArray[np.int32] | None:
@@ -64,8 +65,8 @@ class RowWriter:
         """[1 + drafts, ceil(V / 32)]: the step's mask without tokens that would end the answer too early."""
         first, vocabulary = step.begin + step.count, self._rows.vocab_size
         rows = [
-            allowed_words(own, step.sequence.forbidden_at(first + i), vocabulary)
-            for i, own in enumerate([None] * step.num_chosen if step.mask is None else step.mask)
+            allowed_words(own, step.sequence.forbidden_at(first + depth), vocabulary)
+            for depth, own in zip(step.depths(), step.mask if step.mask is not None else repeat(None), strict=False)
         ]
         if all(row is None for row in rows):
             return None

@@ -184,11 +184,12 @@ class ScheduledSequence:
     is_answer: bool = False  # of an answer: one position, or a few that are computed again
     num_drafts: int = 0  # drafts allowed
     drafts: Seq[int] = ()  # in the step, which is in flight alone
+    parents: Seq[int] = ()  # of each draft: 0, or 1 + another's index; none: each follows the one before it
     draft_lead: int | None = None  # how far the draft model's KV goes beyond `count` positions; None: unchanged
     slots: tuple[int, int] = (-1, -1)  # with the state before the step, and for that after it
     is_dropped: bool = False  # it was launched, and its result is not used
     mask: Any = None  # [1 + drafts, ceil(V / 32)] int32: allowed tokens; None: all
-    num_accepted: int = 0  # of the drafts
+    path: Seq[int] = ()  # what it chose after the right drafts is the answer's, by index: 0, then that of each draft
 
     @property
     def num_drafted(self) -> int:
@@ -198,6 +199,13 @@ class ScheduledSequence:
     def num_chosen(self) -> int:
         """Tokens that the engine samples: one after the positions, and one after each draft."""
         return self.num_drafted + 1 if self.wants_token else 0
+
+    def depths(self) -> Seq[int]:
+        """How many drafts go before each chosen token."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths if self.parents else range(self.num_chosen)
 
 
 @dataclass(slots=True)

@@ -139,7 +139,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._row_images.check(unpack_tokens(params.prompt), images)
 
     def find_bad_prompt(self, packed: bytes) -> str | None:
-        """What is wrong with a prompt; None if nothing is."""
+        """Why a prompt cannot be used; None if it can."""
         try:
             token_ids = unpack_tokens(packed)
         except ValueError:

@@ -1,6 +1,6 @@
-"""What a machine and its card can do, and what follows: sizes that fit its memory, and goals as a share of its speed.
+"""Abilities of a machine and its GPU, and what follows: sizes that fit its memory, and goals as a share of its speed.
 
-A goal is never a figure of one card: bytes that a step reads by the bandwidth of a copy, operations by the rate of a
+A goal is never a figure of one GPU: bytes that a step reads by the bandwidth of a copy, operations by the rate of a
 large product.
 """
 
@@ -44,7 +44,7 @@ TRIAL = Scale("tiny", "tiny", 3, 40, 8, 64, 150, 24)
 
 
 def choose_scale(memory_bytes: int) -> Scale:
-    """An 8B model, its draft model, 30 streams and graphs take 30 GB: smaller cards get 3B or 1B. 0: a CPU. Pure."""
+    """An 8B model, its draft model, 30 streams and graphs take 30 GB: smaller GPUs get 3B or 1B. 0: a CPU. Pure."""
     if not memory_bytes:
         return TRIAL
     large = "8B" if memory_bytes >= 36 * GIB else "3B" if memory_bytes >= 18 * GIB else "1B"
@@ -93,7 +93,7 @@ def synchronize(device: torch.device) -> None:
 
 @cache
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy on the device reads and writes. Fits beside a model on a card of 24 GB."""
+    """Bytes per second that a copy on the device reads and writes. Fits beside a model on a GPU of 24 GB."""
     size = GIB if device.type == "cuda" else 16 << 20
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

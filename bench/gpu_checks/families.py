@@ -1,4 +1,4 @@
-"""What the demo model lacks: experts of every number of rows, and layers with a state, against float32 on the CPU."""
+"""Checks beyond the demo model: experts of every number of rows and layers with a state, against float32 on the CPU."""
 
 import tempfile
 from pathlib import Path

@@ -2,7 +2,7 @@
 
     python -m bench.gpu_checks.ipc copy|kill|time|across|beside|nixl DEVICE
 
-Each part runs in its own process, since it may destroy that process's CUDA context. Has not run on a card.
+Each part runs in its own process, since it may destroy that process's CUDA context. Has not run on a GPU.
 """
 
 import asyncio
@@ -210,7 +210,7 @@ def time_copies(pool: Pool, command: Sequence[str]) -> str:
 
 
 def read_across(pool: Pool, command: Sequence[str]) -> str:
-    """See check_ipc_across. Links between cards are slower than memory, so there is no goal."""
+    """See check_ipc_across. Links between GPUs are slower than memory, so there is no goal."""
     found = read_pages(pool, command, "cuda_ipc")
     try:
         return f"{found}; {time_copies(pool, command)}"

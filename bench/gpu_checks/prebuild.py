@@ -45,7 +45,7 @@ app = App(help=__doc__)
 
 
 def choose_architectures(nvcc: tuple[int, int]) -> tuple[str, ...]:
-    """All cards that FlashInfer attends on, for a version of nvcc.
+    """All GPUs that FlashInfer attends on, for a version of nvcc.
 
     8.0 is A100 and also runs on 8.6 (A10, RTX 30); 8.9 is L4, L40S and RTX 40; 9.0 H100 and H200; 10.x B200 and B300;
     12.x RTX 50. From 9.0 on FlashInfer takes only targets of one architecture ("a") or family ("f").
@@ -60,7 +60,7 @@ def complete(architecture: str) -> str:
 
 
 def read_nvcc_version() -> tuple[int, int]:
-    """Of the nvcc that FlashInfer will call."""
+    """Version of the nvcc that FlashInfer will call: (major, minor). Raises ValueError."""
     done = subprocess.run([find_nvcc() or "nvcc", "--version"], capture_output=True, text=True, check=True, timeout=60)
     found = re.search(r"release (\d+)\.(\d+)", done.stdout)
     if found is None:

@@ -42,7 +42,7 @@ def time_sums(device: torch.device) -> str:
 
 
 def compare(device: torch.device, ranks: GroupRanks) -> str:
-    """What each rank does, in the same order."""
+    """Check and time the sums, then check exchanges. All ranks do so in the same order."""
     found, is_faster, count = [], True, NUM_SUMS[device.type]
     for num_rows in NUM_ROWS:
         parts = [

@@ -1,4 +1,4 @@
-"""Times with random weights in a well-known model's shape that fits the card, each next to its goal.
+"""Times with random weights in a well-known model's shape that fits the GPU, each next to its goal.
 
 Steps run on a decode worker's own loop, without its process: as in a worker, one step ahead on a GPU.
 """
@@ -70,7 +70,7 @@ def time_one_stream(device: torch.device) -> str:
 def compare_to_reading(
     name: str, tpot: float, slack: float, num_bytes: int, device: torch.device, computing_s: float = 0.0
 ) -> str:
-    """Against the time in which the card reads the step's bytes, or computes its products if that takes longer."""
+    """Against the time in which the GPU reads the step's bytes, or computes its products if that takes longer."""
     reading_s = num_bytes / measure_bandwidth(device)
     goal = slack * max(reading_s, computing_s)
     detail = f"{name} TPOT {tpot * 1e3:.2f} ms (goal {goal * 1e3:.2f}), {reading_s / tpot:.0%} of a copy's bandwidth"

@@ -1,4 +1,4 @@
-"""What a client records of one streamed completion: times, counts and errors. Pure.
+"""A client's record of one streamed completion: times, counts and errors. Pure.
 
 Takes bytes of the server's event stream and their arrival times. Knows no sockets and no clock.
 """

@@ -188,7 +188,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _tell(command: str, errors: Sequence[str]) -> int:
-    """What went wrong, each on a line; returns the exit status."""
+    """Print the errors, each on a line; returns the exit status."""
     for error in errors:
         print(f"baton bench {command}: {error}", file=sys.stderr)
     return 1 if errors else 0

@@ -1,4 +1,4 @@
-"""What a context's length costs: a new conversation and its next turn, how long other requests wait, and memory."""
+"""Costs of a context's length: a new conversation and its next turn, how long other requests wait, and memory."""
 
 import asyncio
 import time

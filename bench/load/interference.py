@@ -107,7 +107,7 @@ async def _measure_images(client: Client, writer: PromptWriter, options: Interfe
 
 
 def _find_medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure; for lists and flags those of all rounds."""
+    """The median of each figure; lists of all rounds joined, flags true if they were in any round."""
     found = dict[str, Any]()
     for name, value in rounds[0].items():
         all_values = [one[name] for one in rounds]

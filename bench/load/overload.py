@@ -1,6 +1,6 @@
-"""What a service does with more requests than it can answer, of several users and priorities.
+"""Bench of a service that gets more requests than it can answer, of several users and priorities.
 
-First its capacity, by a closed loop; then an open loop at some times that rate. `judge` is pure. An answer is good if
+First its capacity, by a closed loop; then an open loop at a multiple of it. `judge` is pure. An answer is good if
 its first token came within the deadline and 99 of 100 of its gaps within the goal and TOLERANCE.
 """
 
@@ -43,13 +43,13 @@ class OverloadOptions(Target):
     concurrency: int = 8
     """Concurrent requests while the capacity is measured."""
     factor: float = 2.0
-    """Times the capacity that is sent."""
+    """Requests per second that are sent, as a multiple of the capacity."""
     seconds: float = 60.0
-    """For which requests are sent."""
+    """How long requests are sent."""
     plain: bool = False
     """Send neither priorities, deadlines nor users; answers are judged as if they had been sent."""
     seed: int = 0
-    """Of contents, send times, users and priorities."""
+    """Seed of contents, send times, users and priorities."""
 
     def __post_init__(self) -> None:
         for name in ("itl_goal_ms", "deadline_ms", "concurrency", "factor", "seconds"):

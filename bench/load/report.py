@@ -103,7 +103,7 @@ def build_agents(figures: Mapping[str, Any]) -> Table:
 
 
 def build_priorities(figures: Mapping[str, Any]) -> Table:
-    """What requests of each priority got."""
+    """Table of answers, refusals and TTFT by priority."""
     table = Table(
         "priority", "sent", "answered", "refused", "TTFT p50", "max", title="times in ms", title_justify="left"
     )

@@ -83,7 +83,7 @@ def build_requests(writer: PromptWriter, dataset: Dataset, count: int, seed: int
 
 
 def describe(options: ServeOptions, server: Server, writer: PromptWriter, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was measured, how, and the results."""
+    """The file to save: what was measured, how, and the results."""
     return {
         "format": FORMAT,
         "label": options.label or server.kind,

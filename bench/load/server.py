@@ -24,7 +24,7 @@ VERSION_KEYS = ("version", "build_info")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What is known of a server, as in saved files."""
+    """A server's properties, as in saved files."""
 
     url: str
     model: str

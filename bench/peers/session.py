@@ -80,7 +80,7 @@ def build_command(system: System, places: Places, port: int) -> tuple[list[str],
 
 
 def read_version(system: System, places: Places) -> str:
-    """Of the package in its own environment."""
+    """Version of the system's package in its own environment; empty if it has none."""
     if not system.package:
         return version("baton")
     code = f"from importlib.metadata import version; print(version({system.package!r}))"

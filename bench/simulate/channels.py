@@ -44,7 +44,7 @@ class WorkerChannel(MemoryChannel):
         worker.publish = self.publish
 
     def publish(self, updates: Sequence[Update]) -> None:
-        """What a step changed."""
+        """Pass on what a step changed."""
         raise NotImplementedError
 
     async def message(self) -> None:

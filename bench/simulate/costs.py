@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one step computes."""
+    """The work of one step."""
 
     rows: int  # of answers, one token each
     kv_tokens: int  # read by these rows, their own included
@@ -104,7 +104,7 @@ def save(path: Path, about: dict[str, Any], steps: Sequence[Measured]) -> None:
 
 
 def load(path: Path) -> list[Measured]:
-    """What `save` wrote. ValueError says what is wrong with it."""
+    """Read what `save` wrote. ValueError says what is wrong with it."""
     names = [item.name for item in fields(Work)]
     try:
         rows = json.loads(path.read_text())["steps"]

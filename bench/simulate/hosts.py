@@ -20,7 +20,7 @@ LiveChannel = WorkerChannel | BothChannel
 
 @dataclass(frozen=True, slots=True)
 class Troubles:
-    """What happens to a fleet."""
+    """Deaths and rollouts in a fleet."""
 
     deaths_per_hour: float = 0.0  # of a worker
     restart_s: float = 60.0  # until a worker that died or drained is there again
@@ -126,7 +126,7 @@ class Operator:
 
     @property
     def works(self) -> Sequence[Callable[[], Coroutine[None, None, None]]]:
-        """What goes on beside the load."""
+        """Functions whose coroutines run beside the load."""
         troubles = self._troubles
         wanted = (troubles.deaths_per_hour, self._let_die), (troubles.rollout_at_s, self._roll_out)
         return [work for is_wanted, work in wanted if is_wanted]

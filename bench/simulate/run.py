@@ -3,7 +3,7 @@
 Real: the gateway's router, with its queue, prefix index and clients of workers; the workers' schedulers, prefix caches
 and step plans; transfers as those see them. Modelled: a step's time (costs.py), a message (a constant), the bytes of
 a transfer (one link per decode worker), tokens (no answer stops early, and each says its worker's revision); deaths,
-drains and restarts of workers. An answer whose worker dies goes on from its first token: of others the gateway is told
+drains and restarts of workers. An answer whose worker dies goes on from its first token: the gateway gets the others
 at the end only. Left out: silence, so no lease ends; text; speculation; steps launched before the last one is
 collected; the gateway's own CPU time, which is reported.
 """
@@ -190,7 +190,7 @@ class Simulation:
         self._loop.create_task(keeper.run()).add_done_callback(lambda task: task.cancelled() or task.result())
 
     def _start(self, client: Conversation) -> None:
-        # its end is an action of the loop: `result` there raises, so that what nobody foresaw ends the simulation
+        # its end is an action of the loop: `result` there raises, so that an unforeseen error ends the simulation
         self._loop.create_task(self._converse(client)).add_done_callback(lambda task: task.cancelled() or task.result())
 
     async def _converse(self, client: Conversation) -> None:

@@ -85,7 +85,7 @@ class Compiler:
                 return await self._compile_in_fork(call)
 
     async def _compile_in_fork(self, call: Compile) -> msgspec.Raw | Refused | Busy:
-        """What a fork with limits answers, or why there is no answer."""
+        """The answer of a fork with limits, or why there is none."""
         given = self._limits
         limits = Limits(given.cpu_s, given.wall_s, MAX_MEMORY_BYTES)
         found = await work_in_fork(self._fd, limits, lambda: answer_call(self._vocabulary, call, given.cpu_s))

@@ -51,6 +51,7 @@ class _State:
     num_beside: int = 0  # such masks
 
 
+_Filled: TypeAlias = tuple[NDArray[np.int32], list[int]]
 _Work: TypeAlias = tuple[Sequence, Callable[[Sequence, _State], T]]
 
 
@@ -77,16 +78,17 @@ class Constraints(Masks):
         mine = [(i, step, self._state(step.sequence)) for i, step in enumerate(planned) if self.concerns(step)]
         self._is_beside = len(mine) < len(planned) or any(state.cpu_s <= CHEAP_CPU_S for *_, state in mine)
         mine.sort(key=lambda one: one[2].cpu_s / (1 + one[2].num_waited))
-        done = self._do([(step.sequence, partial(_constrain, step.drafts)) for _, step, _ in mine])
+        done = self._do([(step.sequence, partial(_constrain, step.drafts, step.parents)) for _, step, _ in mine])
         for (i, step, state), one in zip(mine, done, strict=True):
             if one is _NO_TURN:
                 state.num_waited += 1
             else:
                 state.cpu_s, state.num_waited = one.cpu_s, 0
-            if isinstance(one.result, np.ndarray) and (error := self._find_burden(step.sequence, state)) is not None:
+            if isinstance(one.result, tuple) and (error := self._find_burden(step.sequence, state)) is not None:
                 standings[i] = error
-            elif isinstance(one.result, np.ndarray):
-                step.mask, step.drafts = one.result, step.drafts[: len(one.result) - 1]
+            elif isinstance(one.result, tuple):
+                step.mask, good = one.result
+                _keep(step, good)
             else:
                 standings[i] = one.result
         return standings
@@ -147,8 +149,17 @@ class Constraints(Masks):
             log.warning("answers are slowed", reason=why, request_id=sequence.params.request_id)
 
 
-def _constrain(drafts: Seq[int], sequence: Sequence, state: _State) -> NDArray[np.int32] | Standing:
-    """[1 + drafts, ceil(V / 32)]: the tokens that may come next, and after each draft that the grammar allows.
+def _keep(step: ScheduledSequence, drafts: Seq[int]) -> None:
+    """Some of its drafts alone, by index: with each, those before it on its path."""
+    if step.parents:
+        found = {0: 0} | {1 + index: number for number, index in enumerate(drafts, 1)}
+        step.parents = [found[step.parents[index]] for index in drafts]
+    step.drafts = [step.drafts[index] for index in drafts]
+
+
+def _constrain(drafts: Seq[int], parents: Seq[int], sequence: Sequence, state: _State) -> _Filled | Standing:
+    """[1 + drafts, ceil(V / 32)]: the tokens that may come next, and after each draft that the grammar allows; which
+    drafts these are.
 
     WHOLE if the answer is complete without a further token. Raises GrammarMismatchError.
     """
@@ -158,10 +169,10 @@ def _constrain(drafts: Seq[int], sequence: Sequence, state: _State) -> NDArray[n
         return Standing.LATE
     if matcher.is_over:
         return Standing.WHOLE
-    masks = matcher.fill(drafts, until)
-    if not masks[0].any():
+    found = matcher.fill_tree(drafts, parents, until)
+    if not found[0][0].any():
         raise GrammarMismatchError("the grammar allows no token here, and not the end either")
-    return masks
+    return found
 
 
 def _follow(tokens: Seq[int], sequence: Sequence, state: _State) -> Standing:

@@ -1,4 +1,4 @@
-"""What xgrammar does not say of a text: which part of it cannot be compiled, and whether its references form chains
+"""Finds what xgrammar does not say: which part of a text cannot be compiled, and whether its references form chains
 that are too long to be followed by recursion. Pure."""
 
 import json
@@ -85,7 +85,7 @@ def _alone(part: Schema, root: Schema) -> str:
 
 
 def find_long_chain(kind: str, text: str) -> str | None:
-    """What is wrong with a grammar whose chains are too long, in words for the client; None if nothing is."""
+    """Why a grammar's chains are too long, in words for the client; None if they are not."""
     if kind == "ebnf" and rule_depth(text) > MAX_CHAIN:
         return f"it has a chain of more than {MAX_CHAIN} rules; write some of them out"
     if kind == "json_schema" and schema_depth(_parsed(text)) > MAX_CHAIN:

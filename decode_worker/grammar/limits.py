@@ -1,4 +1,4 @@
-"""What a grammar may cost, and checks of its text that need no parser. Pure."""
+"""Limits of a grammar's cost, and checks of its text that need no parser. Pure."""
 
 import json
 import math
@@ -17,7 +17,7 @@ MAX_TURN_CPU_S = 0.02  # then an answer gets no more drafts in this step, and co
 MAX_STEP_CPU_S = 0.15  # then the other answers wait for the next step; before the forward, and again after it
 MAX_STUCK_CPU_S = 0.3  # then a call that cannot be interrupted is abandoned
 MAX_STUCK = 4  # abandoned calls at once
-CHEAP_CPU_S = 0.001  # of an answer's masks: such grammars are no burden
+CHEAP_CPU_S = 0.001  # of an answer's masks: such grammars are not a burden
 BESIDE_SHARE = 0.2  # of a worker's time, for costlier ones while other answers wait for their steps
 MAX_BESIDE_CPU_S = 0.05  # of these in a step
 MAX_ANSWER_CPU_S = 1.0  # of one answer's masks beside others, if they take more than MAX_TURN_CPU_S at the mean
@@ -29,7 +29,7 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 class Allowance:
     """CPU time that costly grammars may take beside other answers: BESIDE_SHARE of all time, unused time kept a while.
 
-    So whoever sends an ambiguous grammar, with however many answers, slows these and hardly the others.
+    So a client that sends an ambiguous grammar slows its own answers, however many, and hardly the others.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class Matcher:
     def __init__(self, grammar: LoadedGrammar, stop_token_ids: Collection[int]) -> None:
         self.num_tokens = 0  # accepted
         self._stops = frozenset(stop_token_ids)
-        # xgrammar wants a stop token. Without ours it gets one that is no text, and its bit is cleared again.
+        # xgrammar wants a stop token. Without ours it gets one that is not text, and its bit is cleared again.
         stops = sorted(self._stops) or [next(iter(grammar.vocabulary.control), grammar.vocabulary.size - 1)]
         self._state: GrammarMatcher = core.GrammarMatcher(grammar.compiled, stops, False, -1, None)
         self._text = grammar.text_mask & ~_bits(stops, len(grammar.text_mask))
@@ -61,31 +61,42 @@ class Matcher:
 
     def fill(self, drafts: Sequence[int], until: float = math.inf) -> NDArray[np.int32]:
         """[n + 1, ceil(V / 32)]: row i allows what may follow the first i drafts. n: drafts before the first bad one.
+        See `fill_tree`.
+        """
+        return self.fill_tree(drafts, (), until)[0]
 
-        A draft is bad if the grammar refuses it, if no text can follow it (`is_over` ends the sequence there, before
-        another token is chosen), or if there is no time for it. Does not change the state.
+    def fill_tree(
+        self, drafts: Sequence[int], parents: Sequence[int], until: float = math.inf
+    ) -> tuple[NDArray[np.int32], list[int]]:
+        """The good drafts, by index, and [1 + good, ceil(V / 32)]: what may come next, and what may follow each.
+
+        parents: see `ScheduledSequence`. A draft is bad if its parent is, if the grammar refuses it, if no text can
+        follow it (`is_over` ends the sequence there, before another token is chosen), or if there is no time for it.
+        Does not change the state.
         """
         if not drafts and self._next is not None:
-            return self._next
+            return self._next, []
         rows = np.zeros((len(drafts) + 1, len(self._text)), np.int32)
         tokens = np.array([0, *drafts])  # the first stands for what was accepted
         started = thread_time()
         left_s = max(until - started, 1e-9)  # xgrammar's clock is the wall's; 0 would mean any time
-        self._state.traverse_draft_tree(*_chain(len(tokens)), tokens, rows, left_s, None)
+        links = _link(tuple(parents)) if parents else _chain(len(tokens))
+        self._state.traverse_draft_tree(*links, tokens, rows, left_s, None)
         _check_time(started, left_s if drafts else 0.0)
         rows &= self._allowed
         for row, token in zip(rows, (self._last, *drafts), strict=True):
             if token in self._not_behind:
                 row &= ~_bits(self._not_behind[token], len(row))
-        num_good = 0
-        while num_good < len(drafts) and self._has_text(rows[num_good + 1]):
-            word, bit = divmod(drafts[num_good], 32)
-            if not (rows[num_good] & self._text)[word] >> bit & 1:  # a control token, or bytes that are no UTF-8
-                break
-            num_good += 1
+        good = [0]
+        for index, (draft, parent) in enumerate(zip(drafts, parents or range(len(drafts)), strict=True), 1):
+            word, bit = divmod(draft, 32)
+            # else a control token, or bytes that are no UTF-8
+            is_allowed = parent in good and (rows[parent] & self._text)[word] >> bit & 1
+            if is_allowed and self._has_text(rows[index]):
+                good.append(index)
         if not drafts:
             self._next = rows
-        return rows[: num_good + 1]
+        return rows[good], [index - 1 for index in good[1:]]
 
     def accept(self, tokens: Sequence[int], until: float = math.inf) -> bool:
         """Follow these tokens in order, none of them a stop token. Also replays an answer.
@@ -122,6 +133,14 @@ class Matcher:
 def _chain(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """A tree of nodes that follow each other: each one's child and sibling, -1 for none."""
     return np.array([*range(1, count), -1]), np.full(count, -1)
+
+
+def _link(parents: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As `_chain`, of any tree."""
+    children, siblings = np.full(len(parents) + 1, -1), np.full(len(parents) + 1, -1)
+    for index in range(len(parents), 0, -1):
+        siblings[index], children[parents[index - 1]] = children[parents[index - 1]], index
+    return children, siblings
 
 
 def _check_time(started: float, more_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""What xgrammar gets in place of clients' schemas, expressions and grammars, where it reads these in another way. Pure.
+"""Rewrites clients' schemas, expressions and grammars for xgrammar, where it reads them in another way. Pure.
 
 Schemas keep their parts: what xgrammar reads wrongly in one is written as it reads it rightly, and what it cannot
 follow is left out; the gateway has named that to the client by then. Expressions of strings do not pass through
@@ -52,7 +52,7 @@ class PlainSchema:
     """A schema as xgrammar should get it, and the expressions that its grammar gets afterwards."""
 
     def __init__(self, schema: dict[str, Any], writing: Writing | None = None) -> None:
-        """`schema` is the caller's own: it is changed. Raises ValueError for what is no expression.
+        """`schema` is the caller's own: it is changed. Raises ValueError for what is not an expression.
 
         `writing`: how its objects are written, if not as JSON.
         """
@@ -87,7 +87,7 @@ class PlainSchema:
         return _MARKED.sub(lambda mark: self._nodes[int(mark[1])], text)
 
     def _text_node(self, mark: str) -> str:
-        """Of a mark in text as it is."""
+        """The node of a mark that stands in plain text."""
         assert self._writing is not None
         expression, char = self._expressions[int(mark.removeprefix("@@"))], self._writing.closer[0]
         try:
@@ -96,7 +96,7 @@ class PlainSchema:
             raise GrammarRefusedError(f"the expression {expression[:64]!r} needs {error}") from error
 
     def _refer(self, part: dict[str, Any]) -> list[Any]:
-        """What a part refers to, under a name that xgrammar finds."""
+        """The target of a part's reference, which gets a name that xgrammar finds; empty without one."""
         ref = part.get("$ref")
         if not isinstance(ref, str) or not isinstance(target := find_target(self._root, ref), dict):
             return []

@@ -1,4 +1,4 @@
-"""What grammars need of a tokenizer: each token's bytes, and the tokens that no answer may hold.
+"""A tokenizer's vocabulary as grammars need it: each token's bytes, and the tokens that no answer may hold.
 
 Read from a checkpoint's files without transformers, whose import takes seconds of CPU. Control tokens are those that
 transformers, and so the gateway, makes special tokens of. They have a text too (`<|user|>`), which a JSON string could
@@ -71,7 +71,7 @@ class _Model(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is read of a tokenizer.json."""
+    """The fields of a tokenizer.json that are read."""
 
     model: _Model
     added_tokens: list[_Added] = []
@@ -148,7 +148,7 @@ def _named_special(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _texts(value: object) -> list[str]:
-    """Of a token, or a list of them; each is a text or an object."""
+    """Texts of a token, or of a list of them; each is a text or an object."""
     match value:
         case str():
             return [value]

@@ -120,7 +120,7 @@ class _Writer:
         return self._new("text", token) if self._writing.closer else _renamed(token)
 
     def _constant(self, value: Any) -> str:
-        """What xgrammar writes as one text, from `const` or `enum`."""
+        """The rule for a value that xgrammar writes as one text, from `const` or `enum`."""
         writing = self._writing
         match value:
             case dict():
@@ -143,7 +143,7 @@ class _Writer:
 
 
 def _renamed(token: str) -> str:
-    """Of a rule that stays as it is."""
+    """A token's name in the rules that stay as they are: the old root becomes json_root."""
     return "json_root" if token == "root" else token
 
 

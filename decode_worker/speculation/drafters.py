@@ -5,21 +5,31 @@ Runs on the engine thread.
 
 import time
 from array import array
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+import torch
 
 from decode_worker.speculation.lengths import CostCurve, CostMeter
+from decode_worker.speculation.trees import MOST_BRANCHES, Branches, Choices, find_depth, plant
 from engine.batch import ForwardRow
 from engine.masks import allowed_words
 from engine.runner import Runner
+from engine.sampling.noise import build_keys, gumbel_noise
 from engine.sampling.sample import NOT_A_NUMBER
-from wire.sampling import MAX_DRAFT_TOKENS
+from wire.logprobs import TokenLogprobs
+from wire.sampling import LEAST_TEMPERATURE, MAX_DRAFT_TOKENS
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
 
 TOKEN_BYTES = array("i").itemsize
 ANY_SLOT = 0  # of the model's states, which what drafts does not touch
+NUM_LIKELIEST = 12  # tokens of which noise may make some the choices of a node
 NGRAM_WINDOW = 8192  # tokens searched for a repeat: 40 microseconds
+MOST_REPEATS = 4  # places that a tree goes on from
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2  # tokens; one alone repeats by chance all the time
 
 
@@ -31,6 +41,7 @@ class Wanted:
     end: int  # the step under way computes KV up to here
     count: int  # 0: nothing to draft, only to keep up with the prompt
     is_prompt: bool = False  # the step computes several positions
+    acceptance: float | None = None  # of the sequence's drafts, which may be a tree; None: a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,8 @@ class Draft:
     """What a drafter gives."""
 
     token_ids: Seq[int] = ()
+    parents: Seq[int] = ()  # of a tree, see `ScheduledSequence`; none: a chain
+    choices: Choices | None = None  # of the same tokens and others; None: not known
     lead: int | None = None  # how far its own KV goes beyond `end` then; None where it has none, or as before
 
 
@@ -46,6 +59,7 @@ class Drafter:
 
     most_drafts = MAX_DRAFT_TOKENS  # of a sequence in a step
     reads_prompts = False  # it computes in steps without drafts, too: with no step in flight, since it measures itself
+    branches: Branches | None = None  # of one whose drafts may be trees
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         """A draft for each sequence; shorter than asked, or empty, if the drafter has none."""
@@ -66,43 +80,63 @@ class Drafter:
 class NgramDrafter(Drafter):
     """Continues from where the last few tokens occurred before. For answers that repeat their prompt or themselves."""
 
+    def __init__(self) -> None:
+        self.branches = Branches()
+
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:
         """A step with drafts is in flight alone: none is waited for where what is known repeats nothing."""
         is_in_flight = sequence.num_coming > 1  # 1: of the step that is planned
         return None if is_in_flight and not propose_repeat(sequence.tokens[-NGRAM_WINDOW:], 1) else 0
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
-        return [
-            Draft(propose_repeat(one.sequence.tokens[-NGRAM_WINDOW:], one.count)) if one.count else Draft()
-            for one in wanted
-        ]
+        return [self._propose(one) if one.count else Draft() for one in wanted]
+
+    def _propose(self, one: Wanted) -> Draft:
+        tokens = one.sequence.tokens[-NGRAM_WINDOW:]
+        if one.acceptance is None or self.branches is None:
+            return Draft(propose_repeat(tokens, one.count))
+        following: dict[tuple[int, ...], list[int]] = {}  # what was drafted |-> what goes on from it
+        for found in islice(find_repeats(tokens, one.count), MOST_REPEATS):
+            for depth, token in enumerate(found):
+                options = following.setdefault(tuple(found[:depth]), [])
+                if token not in options:
+                    options.append(token)
+
+        def choices(drafted: Seq[int]) -> Seq[int]:
+            return following.get(tuple(drafted), ())
+
+        return Draft(*plant(one.count, one.acceptance, self.branches, choices), choices)
 
 
 def propose_repeat(tokens: "array[int]", count: int) -> list[int]:
-    """Up to `count` tokens that followed the latest earlier place where the sequence's last tokens stand.
+    """The first of `find_repeats`; empty when nothing repeats."""
+    return next(find_repeats(tokens, count), [])
 
-    `tokens`: array("i"). The longest match wins, among equals the latest. A place near the end, as in "ababab", is read
-    on into what it proposes itself. Empty when nothing repeats.
+
+def find_repeats(tokens: "array[int]", count: int) -> Iterator[list[int]]:
+    """`count` tokens that followed each earlier place where the sequence's last tokens stand.
+
+    `tokens`: array("i"). Longer matches first, among equals the latest. A place near the end, as in "ababab", is read
+    on into what it proposes itself.
     """
-    history = tokens.tobytes()
+    history, met = tokens.tobytes(), set[int]()
     for size in range(min(LONGEST_MATCH, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
-        begin = _find_last(history, history[-size * TOKEN_BYTES :])
-        if begin is not None:
-            found = list(tokens[begin + size : begin + size + count])
-            while len(found) < count:
-                found.append(found[begin + size - len(tokens)])
-            return found
-    return []
+        for begin in _find_places(history, history[-size * TOKEN_BYTES :]):
+            if begin + size not in met:
+                met.add(begin + size)
+                found = list(tokens[begin + size : begin + size + count])
+                while len(found) < count:
+                    found.append(found[begin + size - len(tokens)])
+                yield found
 
 
-def _find_last(history: bytes, pattern: bytes) -> int | None:
-    """Index of the last token at which `pattern` begins, its own place at the end excepted."""
+def _find_places(history: bytes, pattern: bytes) -> Iterator[int]:
+    """Indices of the tokens at which `pattern` begins, the last first, its own place at the end excepted."""
     end = len(history) - 1
     while (at := history.rfind(pattern, 0, end)) >= 0:
         if at % TOKEN_BYTES == 0:
-            return at // TOKEN_BYTES
+            yield at // TOKEN_BYTES
         end = at + len(pattern) - 1  # a match across token borders is none
-    return None
 
 
 class ModelDrafter(Drafter):
@@ -139,7 +173,7 @@ class ModelDrafter(Drafter):
             self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
         drafts = self._run_ahead([wanted[i] for i in ready])
         for i, token_ids in zip(ready, drafts, strict=True):
-            answers[i] = Draft(token_ids, wanted[i].count - 1)
+            answers[i] = Draft(token_ids, lead=wanted[i].count - 1)
         return answers
 
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:
@@ -151,14 +185,21 @@ class ModelDrafter(Drafter):
         for depth in range(max((one.count for one in wanted), default=0)):
             deep = [i for i, one in enumerate(wanted) if one.count > depth]
             started = time.perf_counter()
-            tokens = self._runner.launch([self._next_request(wanted[i], depth) for i in deep]).collect().tokens
+            output = self._runner.launch([self._next_request(wanted[i], depth) for i in deep]).collect()
+            tokens = output.tokens
             if NOT_A_NUMBER in tokens:
                 raise ValueError("the draft model's logits are NaN")
             if depth:  # the first forward also computes what is missing
                 self._meter.note(len(deep), time.perf_counter() - started)
             for i, token in zip(deep, tokens, strict=True):
                 drafts[i].append(token)
+            self._note_likeliest(zip(deep, tokens, output.logprobs, strict=False), wanted, depth)
         return drafts
+
+    def _note_likeliest(
+        self, chosen: Iterable[tuple[int, int, TokenLogprobs | None]], wanted: Seq[Wanted], depth: int
+    ) -> None:
+        """The drafts after `depth` others: of which of `wanted`, the token, the likeliest ones if asked for."""
 
     def _next_request(self, one: Wanted, depth: int) -> ForwardRow:
         """The forward that drafts after `depth` drafts, which the runner has written behind the sequence's tokens."""
@@ -202,7 +243,68 @@ class HeadDrafter(ModelDrafter):
         return one.end - 1
 
 
-def build_drafter(runner: Runner, meter: CostMeter, chunk_tokens: int) -> ModelDrafter:
-    """Of a draft model or a head. Parameters: see `ModelDrafter`."""
-    kind = HeadDrafter if runner.is_head else ModelDrafter
-    return kind(runner, meter, chunk_tokens)
+class ForkingDrafter(HeadDrafter):
+    """Heads of which each guesses a place, whatever goes before it (Medusa): their likeliest tokens are a tree."""
+
+    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
+        super().__init__(runner, meter, chunk_tokens)
+        self.branches: Branches = Branches()
+        self._likeliest: list[list[list[int]]] = []  # of each sequence, by depth
+
+    def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
+        forking = [one for one in wanted if one.count and one.acceptance is not None]
+        if not forking:
+            return super().propose(wanted)
+        self._likeliest = [[] for one in wanted if one.count]
+        found = iter(self._run_ahead([self._as_deep(one) for one in wanted if one.count]))
+        likeliest = iter(self._likeliest)
+        return [self._plant(one, next(found), next(likeliest)) if one.count else Draft() for one in wanted]
+
+    def _as_deep(self, one: Wanted) -> Wanted:
+        """As a chain of the depth of its tree."""
+        if one.acceptance is None:
+            return one
+        return replace(one, count=find_depth(one.count, one.acceptance, self.branches, self.most_drafts))
+
+    def _plant(self, one: Wanted, tokens: list[int], likeliest: list[list[int]]) -> Draft:
+        if one.acceptance is None:
+            return Draft(tokens)
+
+        def choices(drafted: Seq[int]) -> Seq[int]:
+            return likeliest[len(drafted)] if len(drafted) < len(likeliest) else ()
+
+        return Draft(*plant(one.count, one.acceptance, self.branches, choices), choices)
+
+    def _next_request(self, one: Wanted, depth: int) -> ForwardRow:
+        request = super()._next_request(one, depth)
+        return request if one.acceptance is None else request._replace(chosen_logprobs=NUM_LIKELIEST)
+
+    def _note_likeliest(
+        self, chosen: Iterable[tuple[int, int, TokenLogprobs | None]], wanted: Seq[Wanted], depth: int
+    ) -> None:
+        for i, token, found in chosen:
+            if found is not None:
+                self._likeliest[i].append(order_choices(wanted[i], depth, token, found))
+
+
+def order_choices(one: Wanted, depth: int, token: int, found: TokenLogprobs) -> list[int]:
+    """The token that was drafted, then others by what they have with the sequence's temperature and noise.
+
+    Neither penalties nor filters change their order.
+    """
+    params, position = one.sequence.params, one.end + depth
+    scores = np.array(found.top_logprobs)
+    if params.sampling.temperature >= LEAST_TEMPERATURE:
+        keys = build_keys(np.array([params.sampling.seed], np.uint64), np.array([position]), torch.device("cpu"))
+        noise = gumbel_noise(torch.tensor(found.top_ids), keys[0])
+        scores = scores / params.sampling.temperature + noise.numpy()
+    others = [found.top_ids[i] for i in np.argsort(-scores, kind="stable").tolist()]
+    forbidden = one.sequence.forbidden_at(position)
+    return [token, *(other for other in others if other != token and other not in forbidden)][:MOST_BRANCHES]
+
+
+def build_drafter(runner: Runner, meter: CostMeter, chunk_tokens: int, has_kv: bool = True) -> ModelDrafter:
+    """Of a draft model or a head. has_kv: pages have its KV. Other parameters: see `ModelDrafter`."""
+    if not runner.is_head:
+        return ModelDrafter(runner, meter, chunk_tokens)
+    return (HeadDrafter if has_kv else ForkingDrafter)(runner, meter, chunk_tokens)

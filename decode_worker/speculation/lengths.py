@@ -44,11 +44,14 @@ class Acceptance:
 
     def after(self, drafted: int, accepted: int) -> "Acceptance":
         """After a step with `drafted` drafts, of which the first `accepted` were right. The others were not tried."""
-        if not drafted:
+        return self.after_tree(min(accepted + 1, drafted), accepted)
+
+    def after_tree(self, tried: int, right: int) -> "Acceptance":
+        """After a step that tried the first choices of so many nodes."""
+        if not tried:
             return Acceptance(self.right * IDLE_DECAY, self.tried * IDLE_DECAY)
-        tried = min(accepted + 1, drafted)
         kept = DECAY**tried
-        return Acceptance(self.right * kept + accepted, self.tried * kept + tried)
+        return Acceptance(self.right * kept + right, self.tried * kept + tried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,11 @@ class Candidate:
     is_free: bool = False  # drafted without the draft model
     num_behind: int = 0  # positions that the draft model computes before its first draft; this step's share of them
     probe: int = 0  # drafts to make at least, whatever they cost
+    nodes: Sequence[tuple[float, bool]] = ()  # of a tree, see trees.py: `list_nodes`; none: drafts are a chain
+
+    def node(self, number: int) -> tuple[float, bool]:
+        """The chance that the n-th draft is right, and whether it needs a forward of what drafts."""
+        return self.nodes[number - 1] if self.nodes else (self.acceptance**number, True)
 
 
 def probe_length(num_steps: int) -> int:
@@ -170,9 +178,9 @@ def _rank(
     candidates: Sequence[Candidate], lengths: Sequence[int], depth: int, is_free: bool
 ) -> list[tuple[float, int, int]]:
     """Drafts to add at this depth, the most promising first: tokens gained, rows of the draft model, the index."""
-    group = [
-        (one.acceptance**depth, 1 if depth > 1 or is_free else 1 + one.num_behind, i)
-        for i, one in enumerate(candidates)
-        if one.is_free is is_free and lengths[i] == depth - 1 and one.most >= depth
-    ]
-    return sorted(group, key=lambda one: -one[0] / one[1])
+    group = []
+    for i, one in enumerate(candidates):
+        if one.is_free is is_free and lengths[i] == depth - 1 and one.most >= depth:
+            gain, is_deeper = one.node(depth)
+            group.append((gain, is_deeper if depth > 1 or is_free else 1 + one.num_behind, i))
+    return sorted(group, key=lambda one: -one[0] / (one[1] or 1))

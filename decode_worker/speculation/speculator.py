@@ -22,6 +22,7 @@ from decode_worker.speculation.lengths import (
     choose_lengths,
     probe_length,
 )
+from decode_worker.speculation.trees import MOST_BRANCHES, Branches, Choices, list_nodes
 from engine.batch import ForwardRow
 from engine.cuda.graph_shapes import Shape
 from engine.engine import Engine
@@ -38,6 +39,7 @@ from worker.thread import call_in_thread
 log = structlog.get_logger()
 FIRST_DRAIN_S = 1e-3  # until one was measured
 MEASURED_ROWS = (1, 16, 4, 64, 8, 32, 2)  # in the order of what is missed most when time runs out
+MOST_FORKING = 8  # answers of a step whose drafts may be trees: more leave no rows for other guesses, only chains
 BUDGET_S = 1.0  # for each model; later steps are measured while they run, so a slow machine measures less here
 
 
@@ -46,13 +48,15 @@ class Speculator(Drafts):
 
     def __init__(
         self, drafters: Mapping[str, Drafter], meter: CostMeter, speculate: str, max_draft_tokens: int,
-        is_ahead: bool = False, graphs: Seq[Shape] | None = None,
+        is_ahead: bool = False, graphs: Seq[Shape] | None = None, takes_trees: bool = False,
     ) -> None:  # fmt: skip
         """`meter`: of the model's own forwards. `speculate`, `max_draft_tokens`: for requests that do not set them.
 
         is_ahead: steps are launched before the last one is collected. graphs: the only steps that may have drafts;
-        None: any.
+        None: any. takes_trees: drafts may be trees, where drafters have some.
         """
+        self._takes_trees = takes_trees
+        self._last: WeakKeyDictionary[Sequence, Choices] = WeakKeyDictionary()  # of the step under way
         self._graphs = graphs
         self._drain_s = FIRST_DRAIN_S if is_ahead else 0.0
         self._drafters = drafters
@@ -98,26 +102,40 @@ class Speculator(Drafts):
         if not any(step.sequence.params.max_draft_tokens for step in plain) or (costs := self.costs()) is None:
             return
         most = self.most_drafts(len(planned), len(plain) < len(planned))
-        candidates = [self._candidate(step, most) for step in plain]
+        candidates = [self._candidate(step, most, len(planned)) for step in plain]
         lengths = choose_lengths(candidates, sum(step.count for step in planned) - len(plain), costs)
         for step, length in zip(plain, lengths, strict=True):
             if length:
                 step.num_drafts = scheduler.make_room_for_drafts(step.sequence, length)
 
-    def _candidate(self, step: ScheduledSequence, most: int) -> Candidate:
+    def _candidate(self, step: ScheduledSequence, most: int, num_answers: int) -> Candidate:
         sequence = step.sequence
         drafter = self._drafters.get(sequence.params.drafter)
         num_behind = None if drafter is None else drafter.num_behind(sequence, step.begin)
         most = 0 if drafter is None or num_behind is None else min(most, drafter.most_drafts)
         num_steps = sequence.num_steps + sequence.num_coming - 1  # before this one: the same when they are collected
         num_left = max(sequence.most_tokens - len(sequence.tokens), 1)  # steps to come, which all gain by catching up
+        rate, most, branches = self._rate(sequence), min(most_drafts(sequence), most), self._find_branches(drafter)
+        nodes: list[tuple[float, bool]] = []
+        if most and branches is not None and num_answers <= MOST_FORKING:  # as wide as it may be
+            most, most_depth = most_drafts(sequence), most
+            nodes = list_nodes(most, rate, branches, most_depth)
+            most = len(nodes)
         return Candidate(
-            self._acceptance.get(sequence, Acceptance()).rate,
-            min(most_drafts(sequence), most),
+            rate,
+            most,
             sequence.params.drafter == "ngram",
             -(-(num_behind or 0) // num_left),
             probe_length(num_steps) if sequence.params.probes else 0,
+            nodes,
         )
+
+    def _find_branches(self, drafter: Drafter | None) -> Branches | None:
+        """Of one whose drafts may be trees here."""
+        return drafter.branches if self._takes_trees and drafter is not None else None
+
+    def _rate(self, sequence: Sequence) -> float:
+        return self._acceptance.get(sequence, Acceptance()).rate
 
     def needs_device(self, planned: Seq[ScheduledSequence]) -> bool:
         following = [name for name, drafter in self._drafters.items() if drafter.reads_prompts]
@@ -130,7 +148,7 @@ class Speculator(Drafts):
             if not mine:
                 continue
             try:
-                answers = drafter.propose([_wanted(step) for step in mine])
+                answers = drafter.propose([self._want(step, drafter, len(planned)) for step in mine])
             except Exception as error:
                 if name not in self._failing:  # one line, not one a step
                     traceback = not is_out_of_memory(error)
@@ -139,7 +157,14 @@ class Speculator(Drafts):
                 continue
             self._failing.discard(name)
             for step, draft in zip(mine, answers, strict=True):
-                step.drafts, step.draft_lead = draft.token_ids, draft.lead
+                step.drafts, step.parents, step.draft_lead = draft.token_ids, draft.parents, draft.lead
+                if draft.choices is not None:
+                    self._last[step.sequence] = draft.choices
+
+    def _want(self, step: ScheduledSequence, drafter: Drafter, num_answers: int) -> Wanted:
+        forks = self._find_branches(drafter) is not None and num_answers <= MOST_FORKING
+        rate = self._rate(step.sequence) if forks and step.num_drafts else None
+        return Wanted(step.sequence, step.begin + step.count, step.num_drafts, step.count > 1, rate)
 
     def note_drain(self, seconds: float) -> None:
         self._drain_s += NEWEST_SHARE * (seconds - self._drain_s)
@@ -151,11 +176,21 @@ class Speculator(Drafts):
         for drafter in self._drafters.values():
             drafter.end_step()
 
-    def note_drafts(self, step: ScheduledSequence, num_accepted: int) -> None:
+    def note_drafts(self, step: ScheduledSequence, chosen: Seq[int]) -> None:
         """The step is over. If drafts were planned and the drafter found none, that counts as one wrong draft."""
-        tried = step.num_drafted or min(step.num_drafts, 1)
-        before = self._acceptance.get(step.sequence, Acceptance())
-        self._acceptance[step.sequence] = before.after(tried, num_accepted)
+        before, num_accepted = self._acceptance.get(step.sequence, Acceptance()), max(len(chosen) - 1, 0)
+        choices = self._last.pop(step.sequence, None)
+        branches = self._find_branches(self._drafters.get(step.sequence.params.drafter))
+        ranks = [] if choices is None else rank_choices(choices, chosen)
+        for depth, rank in enumerate(ranks):
+            if rank and branches is not None:
+                branches.note(depth, rank)
+        if not step.parents:
+            tried = step.num_drafted or min(step.num_drafts, 1)
+            self._acceptance[step.sequence] = before.after(tried, num_accepted)
+            return
+        was_tried = bool(chosen) and step.path[-1] in step.parents  # what came after the right drafts
+        self._acceptance[step.sequence] = before.after_tree(num_accepted + was_tried, ranks[:num_accepted].count(0))
 
 
 def most_drafts(sequence: Sequence) -> int:
@@ -164,8 +199,15 @@ def most_drafts(sequence: Sequence) -> int:
     return max(min(sequence.params.max_draft_tokens, left), 0)
 
 
-def _wanted(step: ScheduledSequence) -> Wanted:
-    return Wanted(step.sequence, step.begin + step.count, step.num_drafts, step.count > 1)
+def rank_choices(choices: Choices, chosen: Seq[int]) -> list[int]:
+    """Which choice each token was, as far as there were some; MOST_BRANCHES: none of them."""
+    ranks = []
+    for depth, token in enumerate(chosen):
+        options = list(choices(chosen[:depth]))
+        if not options:
+            break
+        ranks.append(options.index(token) if token in options else MOST_BRANCHES)
+    return ranks
 
 
 # -- at start --------------------------------------------------------------------------------------------------------
@@ -177,12 +219,16 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
         meter = _measure_aside(engine.draft_runner, engine.rows)
-        drafters["draft"] = build_drafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens)
+        drafters["draft"] = build_drafter(
+            engine.draft_runner, meter, config.local_prefill_chunk_tokens, engine.has_draft_kv
+        )
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
     meter = _measure_aside(engine.runner, engine.rows)
     graphs = [Shape(*shape) for shape in engine.runner.forwards.shapes] or None  # without any, drafts leave no graph
-    return Speculator(drafters, meter, config.speculate, config.max_draft_tokens, is_ahead, graphs)
+    return Speculator(
+        drafters, meter, config.speculate, config.max_draft_tokens, is_ahead, graphs, engine.why_chains is None
+    )
 
 
 def _measure_aside(runner: Runner, rows: InputBatch) -> CostMeter:

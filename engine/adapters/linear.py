@@ -14,7 +14,7 @@ from engine.layers.linear import Extended, Gated, Linear
 
 @dataclass(slots=True, eq=False)
 class AdaptersStep:
-    """What products with adapters need to know of the step that runs. See `adapters.slots`."""
+    """Adapters of the rows that products get in the running step. See `adapters.slots`."""
 
     tiles: AdapterTiles | None = None  # of the rows that they get now; None: none has an adapter
     outputs: AdapterTiles | None = None  # the same of rows with logits

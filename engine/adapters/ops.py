@@ -1,4 +1,4 @@
-"""What adapters add to products: by torch on any device, the twin of the kernels."""
+"""Adds adapters' part to products, by torch on any device: the twin of the kernels."""
 
 import torch
 from torch import Tensor

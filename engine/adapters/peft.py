@@ -141,7 +141,7 @@ def _module_of(part: Part) -> str:
 
 
 def find_alphas(config: Json, modules: Collection[str]) -> dict[str, float]:
-    """What B is multiplied by, times the rank, for each of these modules. Patterns match as in PEFT."""
+    """Each module |-> its alpha: B is multiplied by alpha / rank. Patterns match as in PEFT."""
     patterns, deadline = collection(config, "alpha_pattern", dict), time.monotonic() + MATCH_S
     alphas = dict.fromkeys(modules, number(config, "lora_alpha", 8))
     for module in modules:

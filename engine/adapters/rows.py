@@ -42,7 +42,7 @@ class AdapterTiles(NamedTuple):
 
 
 class AdapterWeights(NamedTuple):
-    """Of one product [N, K] of P parts, for each of L slots: y[n] += sum over j of b[j, n] s[p R + j], s = a x.
+    """Weights of a product [N, K] of P parts, for each of L slots: y[n] += sum over j of b[j, n] s[p R + j], s = a x.
 
     p: the part that column n belongs to. An adapter of a lower rank than R fills the first ones of each R.
     """

@@ -27,7 +27,7 @@ class SiteAdapter(NamedTuple):
 
 
 class AdapterLimits(NamedTuple):
-    """Of one model on one device."""
+    """Limits of one model on one device."""
 
     num_slots: int  # adapters in steps at once
     max_rank: int

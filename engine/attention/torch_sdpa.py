@@ -55,17 +55,15 @@ class TorchSdpaAttention:
                 rows_of_pages.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :context_len].to(query.dtype)
                 for rows_of_pages in (all_keys, all_values)
             )
-            output[rows] = self._attend_one(
-                query[rows], keys, values, window, sinks, None if sees is None else sees[rows]
-            )
+            own = (None if one is None else one[rows] for one in (sees, batch.ancestors))
+            output[rows] = self._attend_one(query[rows], keys, values, window, sinks, *own)
             begin += query_len
         return output
 
     def _attend_one(
-        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None,
-        sees: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """[L, Hq, D], [Hkv, C, D], [Hkv, C, Dv], [L] -> [L, Hq, Dv]; the queries are the last L of C positions.
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None, *own: Tensor | None
+    ) -> Tensor:
+        """[L, Hq, D], [Hkv, C, D], [Hkv, C, Dv], two of [L] -> [L, Hq, Dv]; the queries are the last L of C positions.
 
         Heads that share a KV head become rows of one longer query: 13-20 % faster than `enable_gqa` on the CPU.
         """
@@ -73,7 +71,7 @@ class TorchSdpaAttention:
         num_kv_heads, context_len, _ = keys.shape
         group = num_heads // num_kv_heads
         folded = query.view(query_len, num_kv_heads, group, dim).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, group*L, D]
-        mask = visible_keys(query_len, context_len, window, query.device, sees).repeat(group, 1)  # [group*L, C]
+        mask = visible_keys(query_len, context_len, window, query.device, *own).repeat(group, 1)  # [group*L, C]
         scale, softcap = self._shape.scale, self._shape.softcap
         if softcap or sinks is not None:
             of_rows = None if sinks is None else sinks.view(num_kv_heads, group, 1).repeat_interleave(query_len, 1)
@@ -106,15 +104,19 @@ def narrow(rows: Tensor, kv_dtype: torch.dtype) -> Tensor:
 
 
 def visible_keys(
-    query_len: int, context_len: int, window: int | None, device: torch.device, sees: Tensor | None = None
-) -> Tensor:
+    query_len: int, context_len: int, window: int | None, device: torch.device, sees: Tensor | None = None,
+    ancestors: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """[query_len, context_len] bool: which keys each of the last `query_len` positions sees.
 
-    sees: [query_len], `EmbeddedRows.visible_until`.
+    sees: [query_len], `EmbeddedRows.visible_until`; ancestors: [query_len], `Batch.ancestors`.
     """
     key = torch.arange(context_len, device=device)
     position = key[context_len - query_len :, None]
     visible = key <= position
+    if ancestors is not None:
+        bits, new = ancestors[:, None], key - (context_len - query_len)
+        visible &= (bits == 0) | (new < 0) | (bits >> new.clamp(0, 31) & 1 > 0)
     if sees is not None:
         visible |= key < sees[:, None]
     return visible if window is None else visible & (key > position - window)

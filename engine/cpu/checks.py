@@ -29,6 +29,8 @@ def check_batch(batch: Batch, num_pages: int, page_tokens: int) -> None:
         raise ValueError(f"cu_seqlens_q {starts.tolist()} do not match {num_tokens} tokens in {query_lens} a sequence")
     check_range("page_table", batch.page_table.numpy(), 0, num_pages)
     check_range("slot_mapping", batch.slot_mapping.numpy(), 0, num_pages * page_tokens)
+    if batch.ancestors is not None:
+        check_tensor("ancestors", batch.ancestors, torch.int32, num_tokens)
     if batch.states is not None:
         (part, *_), sources, targets = batch.states
         check_range("state_from", sources.numpy(), -1, len(part))

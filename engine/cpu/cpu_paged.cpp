@@ -189,6 +189,14 @@ void cap_scores(float* scores, int64_t columns, float scale, float softcap) {
     for (int64_t n = 0; n < columns; n += kLanes) store(scores + n, tanh(load<Floats>(scores + n) * before) * after);
 }
 
+bool is_tree(const BatonBatch& batch, const Block& block) { return batch.ancestors && batch.ancestors[block.token]; }
+
+// Hides from a tree's token what it does not see of the sequence's new keys, which begin at `first`.
+void hide_others(int32_t ancestors, float* scores, int64_t first, int64_t end) {
+    for (int64_t n = std::max<int64_t>(first, 0); n < end; ++n)
+        if (!(ancestors >> (n - first) & 1)) scores[n] = kMinusInfinity;
+}
+
 // One online-softmax step for one row: scores[columns] -> probabilities, of which only [begin, end) are visible.
 // Rescales `output` and `sums` when the row's maximum grows. Columns is a multiple of kLanes.
 template <class Math> void soften(float* scores, typename Math::Operand* probabilities, int64_t begin, int64_t end,
@@ -261,6 +269,7 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
         }
     }
 
+    const bool has_tree = is_tree(batch, block);
     const Page* layer_keys = (const Page*)batch.pool + layer.layer * batch.layer_stride;
     const float scale_log2 = batch.scale * 1.44269504f;
     // A multiple, so that a row's keys are summed in the same tiles whoever is beside it.
@@ -292,6 +301,8 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
                 int64_t end = std::clamp<int64_t>(position + 1 - first_key, 0, columns);
                 int64_t begin = std::clamp<int64_t>(position + 1 - layer.window - first_key, 0, end);
                 if (batch.softcap > 0) cap_scores(scores + i * kTile, columns, batch.scale, batch.softcap);
+                if (has_tree) hide_others(batch.ancestors[block.token + (row + i) / group], scores + i * kTile,
+                                          block.first_new - first_key, end);
                 soften<Math>(scores + i * kTile, probabilities + i * kTile, begin, end, columns, scale_log2,
                              maxima + row + i, sums + row + i, output + (row + i) * padded_values, padded_values);
             }
@@ -305,6 +316,13 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
         write_scaled(output + row * padded_values, 1.0f / reduce(sums[row], plus), to, value_dim);
     }
 }
+
+#ifdef BATON_AMX_PAGES
+void attend_tiles_or_tree(const BatonBatch& batch, const BatonLayer& layer, const Block& block) {
+    if (is_tree(batch, block)) attend_block<PairsOfPages>(batch, layer, block);
+    else attend_by_tiles(batch, layer, block);
+}
+#endif
 
 template <class Page> void write_token(const BatonBatch& batch, const BatonLayer& layer, int64_t token) {
     int64_t dim = batch.head_dim;
@@ -358,7 +376,7 @@ extern "C" void baton_attend(const BatonBatch* batch, const BatonLayer* layer, i
                              [[maybe_unused]] int math, int num_threads) {
     if (is_float32) return attend<float>(*batch, *layer, num_threads, attend_block<Plain<float>>);
 #ifdef BATON_AMX_PAGES
-    if (math == kTiles) return attend<bfloat16>(*batch, *layer, num_threads, attend_by_tiles);
+    if (math == kTiles) return attend<bfloat16>(*batch, *layer, num_threads, attend_tiles_or_tree);
 #endif
 #ifdef BATON_PAIRS
     if (math != kWidened) return attend<bfloat16>(*batch, *layer, num_threads, attend_block<PairsOfPages>);

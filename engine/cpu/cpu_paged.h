@@ -15,6 +15,7 @@ struct BatonBatch {
     const int32_t* page_table;     // [B, page_table_width]
     const int64_t* slot_mapping;   // [num_tokens]: page * page_tokens + row in the page
     const int32_t* blocks;         // [num_blocks, 2]: sequence, first query position among its new tokens
+    const int32_t* ancestors;      // [num_tokens]: of a tree's tokens, the new tokens that each sees, by bits; null: none
     int64_t page_table_width, num_tokens, num_blocks, block_tokens;
     int64_t page_stride, head_stride, layer_stride;  // in elements
     int64_t kv_stride;  // from keys to values; 0: a value is the first value_dim of its key
@@ -44,6 +45,7 @@ inline Floats exp2_nonpositive(Floats x) { return exp2_in_range(x < -100.0f ? Fl
 struct Block {
     int64_t head, next_head;               // next: the sequence's head that this thread will probably process next
     int64_t token, position, num_queries;  // token and position: the first query's, in the batch and in its sequence
+    int64_t first_new;                     // position of the sequence's first new token
     const int32_t* pages;
 
     Block(const BatonBatch& batch, int64_t item, int num_threads) {
@@ -51,7 +53,8 @@ struct Block {
         const int64_t sequence = block[0], first = block[1], begin = batch.cu_seqlens_q[sequence];
         const int64_t query_len = batch.cu_seqlens_q[sequence + 1] - begin;
         head = item % batch.num_kv_heads, next_head = head + num_threads;
-        token = begin + first, position = batch.seq_lens[sequence] - query_len + first;
+        first_new = batch.seq_lens[sequence] - query_len;
+        token = begin + first, position = first_new + first;
         num_queries = std::min(batch.block_tokens, query_len - first);
         pages = batch.page_table + sequence * batch.page_table_width;
     }

@@ -31,7 +31,7 @@ class _BatonBatch(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("pool", "cu_seqlens_q", "seq_lens", "page_table")),
-        *((name, ctypes.c_void_p) for name in ("slot_mapping", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("slot_mapping", "blocks", "ancestors")),
         *((name, ctypes.c_int64) for name in ("page_table_width", "num_tokens", "num_blocks", "block_tokens")),
         *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "layer_stride", "kv_stride")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "page_tokens", "head_dim", "value_dim")),
@@ -95,6 +95,7 @@ class CpuPagedAttention:
         arguments.seq_lens = batch.seq_lens.data_ptr()
         arguments.page_table = batch.page_table.data_ptr()
         arguments.slot_mapping = batch.slot_mapping.data_ptr()
+        arguments.ancestors = None if batch.ancestors is None else batch.ancestors.data_ptr()
         arguments.page_table_width = batch.page_table.shape[1]
         arguments.num_tokens = batch.token_ids.shape[0]
         if self._shape.num_kv_heads == 1:  # its query heads as several, which all have the same keys

@@ -1,6 +1,6 @@
 """GPU memory outside torch's allocator that other processes can open: libcudart through ctypes.
 
-Has not run on a card yet; tests use a library with the same functions over host memory (tests/support/fake_cudart.cpp).
+Has not run on a GPU yet; tests use a library with the same functions over host memory (tests/support/fake_cudart.cpp).
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What the sampling kernels read: a batch on the device at fixed addresses."""
+"""Inputs of the sampling kernels: a batch on the device at fixed addresses."""
 
 from collections import namedtuple
 from typing import Any, NamedTuple

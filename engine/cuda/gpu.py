@@ -1,6 +1,6 @@
-"""A pool's GPU, and memory on it that is copied into the pool: another process's pool, or pages that a card writes.
+"""A pool's GPU, and memory on it that is copied into the pool: another process's pool, or pages that a NIC writes.
 
-Has not run on a card yet.
+Has not run on a GPU yet.
 """
 
 from collections.abc import Callable, Sequence

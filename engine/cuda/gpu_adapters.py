@@ -1,4 +1,4 @@
-"""What adapters add to products on a GPU: a tile of rows with one adapter per program, for any number of adapters.
+"""Adds adapters' part to products on a GPU: a tile of rows with one adapter per program, for any number of adapters.
 
 Sums are float32, in an order that depends on the product's shape alone. Tiles without an adapter do nothing, so that a
 captured step can have fewer than it was captured with. Twin: `AdapterOps.add_adapters_`.

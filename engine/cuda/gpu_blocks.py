@@ -2,7 +2,7 @@
 
 Few plain rows are bound by reading W once; many rounded rows, by arithmetic in 8 bits. The sums of 128 columns are
 scaled and added in float32, in an order that depends on W's shape and not on the other rows. Needs Triton: import it
-where a CUDA device is chosen. Tile sizes are reasoned, not measured: nothing here has run on a card yet.
+where a CUDA device is chosen. Tile sizes are reasoned, not measured: nothing here has run on a GPU yet.
 Twin: FormatOps.multiply_fp8.
 """
 

@@ -1,6 +1,6 @@
 """How rows choose experts on a GPU, in one kernel. Twin: experts/moe.py: route.
 
-Needs Triton: import it where a CUDA device is chosen. Nothing here has run on a card yet.
+Needs Triton: import it where a CUDA device is chosen. Nothing here has run on a GPU yet.
 """
 
 import torch
@@ -81,7 +81,7 @@ def choose_kernel(
 
 @triton.jit
 def score(values, IS_SIGMOID: tl.constexpr):
-    """Of float32 logits, -inf where there is none."""
+    """Scores of experts from their float32 logits, -inf where there is no expert."""
     if IS_SIGMOID:
         return 1.0 / (1.0 + tl.exp(-values))
     powers = tl.exp(values - tl.max(values, 0))

@@ -7,7 +7,7 @@ bound by reading the weights of the chosen experts once; the order of its sums d
     slots by expert   | 0 0 0 0 0 | 2 2 | 3 3 3 3 3 3 3 |     tiles of 4:   0000 0... | 22.. | 3333 333.
 
 Sums are float32. Needs Triton: import it where a CUDA device is chosen. Tile sizes are reasoned, not measured: nothing
-here has run on a card yet. Twins: engine/ops/base.py, engine/experts/moe.py.
+here has run on a GPU yet. Twins: engine/ops/base.py, engine/experts/moe.py.
 """
 
 import torch
@@ -131,7 +131,7 @@ def mix_many(
 def mix_groups(
     rows: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
 ) -> Tensor:
-    """`mix_many` of plain weights, without biases or clamps, by torch's products of groups, which some cards have."""
+    """`mix_many` of plain weights, without biases or clamps, by torch's products of groups, which some GPUs have."""
     order, starts, _, places = sort(ids, len(down), SLOT_TILES[-1], has_places=True)
 
     def multiply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def sort(ids: Tensor, num_experts: int, tile: int, has_places: bool) -> tuple[Te
 
 
 def _width_of(form: Form) -> int:
-    """Of its tables."""
+    """Columns of the form's tables; 1 without any."""
     return 1 if form[1] is None else form[1].shape[2]
 
 

@@ -2,7 +2,7 @@
 
 The layout is that of formats/groups.py. Sums are float32; their order depends on W's shape and not on the other
 rows, except that one row and several rows use different kernels. Needs Triton: import it where a CUDA device is chosen.
-Tile sizes are reasoned, not measured: nothing here has run on a card yet. Twin: FormatOps.multiply_groups.
+Tile sizes are reasoned, not measured: nothing here has run on a GPU yet. Twin: FormatOps.multiply_groups.
 """
 
 import torch
@@ -201,7 +201,7 @@ def load_tile(
     codes, scale, second, outputs, begin, is_output, num_groups, width,
     BITS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Of the groups from `begin` on: bytes, their scales and minimums, each [OUTPUTS, bytes]; the column of each byte's
+    """The groups from `begin` on: bytes, their scales and minimums, each [OUTPUTS, bytes]; the column of each byte's
     low code, and whether there is one, [bytes]."""
     size: tl.constexpr = 4 * BITS
     row_bytes = num_groups * size

@@ -2,7 +2,7 @@
 
 Sums are float32; their order depends on W's shape and not on the other rows, except that one row and several rows use
 different kernels. Needs Triton: import it where a CUDA device is chosen. Tile sizes are reasoned, not measured:
-nothing here has run on a card yet.
+nothing here has run on a GPU yet.
 """
 
 import torch

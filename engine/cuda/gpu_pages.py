@@ -16,7 +16,7 @@ def copy_pages_kernel(
 ):
     """Program (i, j) copies the j-th BLOCK of num_words words of page pages[i] to page into[i].
 
-    source: an address, since memory of another process is no tensor here. target: int32. Strides: words between pages.
+    source: an address: memory of another process is not a tensor here. target: int32. Strides: words between pages.
     """
     # the cast to a pointer loses the alignment, and with it the 16-byte loads
     words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)

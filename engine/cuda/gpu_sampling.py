@@ -6,7 +6,7 @@ if it is kept. If it is not, no later token is kept either, and the best score b
 always the first or the second candidate wins.
 
 One program works on each block of a row; `_open_rows` and `_choose_rows`, one program per row, join them. Nothing here
-has run on a card yet: sizes are reasoned, not measured.
+has run on a GPU yet: sizes are reasoned, not measured.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ _LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 
 
 class Scratch(NamedTuple):
-    """What the kernels of one call pass on. B blocks."""
+    """Tensors that one call's kernels pass to each other. B blocks."""
 
     adjusted: Tensor  # [S, V] float32, written for rows that `is_adjusted`
     maxima: Tensor  # [S, B * BLOCK / GROUP] float32, adjusted

@@ -315,7 +315,7 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
 
 
 def find_tiles(layout: Layout) -> StepTiles | None:
-    """Of the step's adapters."""
+    """Tiles of the step's adapters; None without adapters."""
     return next((feature for feature in layout.features if isinstance(feature, StepTiles)), None)
 
 

@@ -30,7 +30,7 @@ class LargestStep(NamedTuple):
 
 
 def measure_peak(work: Callable[[], None], device: torch.device) -> int:
-    """What torch's allocator took from the GPU, fragments included."""
+    """Bytes that torch's allocator took from the GPU during `work`, fragments included."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
@@ -43,7 +43,7 @@ def measure_peak(work: Callable[[], None], device: torch.device) -> int:
 def find_step_bytes(
     step: LargestStep, runners: Sequence[Runner], rows: InputBatch, measure: Measure = measure_peak
 ) -> int:
-    """What the larger step of two models takes: they run in turn. Page 0 is written to; rows are free again after."""
+    """Bytes of the larger of two models' steps: they run in turn. Page 0 is written to; rows are free again after."""
     return max(measure(lambda one=runner: run(step, one, rows), rows.device) for runner in runners)  # type: ignore[misc]
 
 

@@ -63,7 +63,7 @@ def pad_latent_heads(num_heads: int) -> int:
 
 
 class BuiltAhead(NamedTuple):
-    """What FlashInfer finds in its folder."""
+    """The modules that FlashInfer finds in its folder."""
 
     modules: frozenset[str]
     architectures: tuple[str, ...]  # empty: not listed
@@ -73,10 +73,10 @@ def name_modules(
     shape: AttentionShape, windows: Iterable[int | None], dtype: str, kv_dtype: str, kernels: Kernels = "fa2",
     has_sinks: bool = False,
 ) -> frozenset[str]:  # fmt: skip
-    """What FlashInfer loads for layers with these windows: one for all with a window, one for all without.
+    """Modules that FlashInfer loads for layers with these windows: one for all with a window, one for all without.
 
     Prompts and answers share fa2's: both are computed by tensor cores. dtypes as torch prints them, without "torch.".
-    Those with sinks have names of our own. Of latents: one for those, and one for the heads that they are expanded to.
+    Those with sinks have names of our own. Latents take one, and the heads that they are expanded to another.
     """
     q, kv, size = SHORT[dtype], SHORT[kv_dtype], shape.head_dim
     if shape.value_dim:
@@ -151,7 +151,7 @@ def choose_kernels(
     shape: AttentionShape, windows: Collection[int | None], dtype: str, kv_dtype: str, built: BuiltAhead,
     capability: Capability, no_compiler: str, has_sinks: bool = False,
 ) -> tuple[tuple[Kernels, ...], str]:  # fmt: skip
-    """What this GPU attends with, and the reason. fa2: everything; fa3: long prompts. Nothing: FlashInfer would fail.
+    """Kernels that this GPU attends with, and why. fa2: everything; fa3: long prompts. Empty: FlashInfer would fail.
 
     fa3 takes our pages: their keys and values have equal strides. It multiplies e4m3 keys only by e4m3 queries.
     """
@@ -187,7 +187,7 @@ def _choose_for_latents(
 
 
 def describe(module: str) -> str:
-    """What a name of `name_modules` says, for people."""
+    """A name of `name_modules` in words."""
     q, kv, size = re.findall(r"dtype_q_(\w+?)_|dtype_kv_(\w+?)_|head_dim_(?:qk|ckv)_(\d+)_", module)
     window, cap = (", a window" * ("use_swa_True" in module), ", a soft cap" * ("use_logits_cap_True" in module))
     sinks, fa3 = (", sinks" * ("_attention_sink_" in module), ", fa3" * module.endswith("_sm90"))

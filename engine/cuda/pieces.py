@@ -26,7 +26,7 @@ FEWEST = 65  # tokens: products of fewer rows may be other kernels (gpu_linear.M
 
 
 class Buffers(NamedTuple):
-    """What lies between pieces, for T tokens."""
+    """Tensors that pieces pass to each other, for T tokens."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64

@@ -10,5 +10,5 @@ LARGE_DEVICE_BYTES = 38 << 30  # a GPU of 40 GB or more computes four times as m
 
 
 def most_logits(memory_bytes: float) -> int:
-    """Of a step, computed at once, on a GPU with so much memory; 0: on a CPU."""
+    """Logits that a step computes at once, at most, on a GPU with so much memory; 0: on a CPU."""
     return MAX_LOGITS_AT_ONCE << (2 if memory_bytes >= LARGE_DEVICE_BYTES else 0)

@@ -59,7 +59,7 @@ def choose_part(
     """Pages of the parts into which contexts are divided; None: FlashInfer's choice is as good, or nothing is divided.
 
     num_pages: [B] of each context; num_tokens: new ones of each sequence. Padding, with which steps are captured, is
-    not divided: where FlashInfer is told the parts, it would be captured as a step that never divides any.
+    not divided: where FlashInfer is given the parts, it would be captured as a step that never divides any.
     """
     programs = count_programs(shape, len(num_pages), num_tokens)
     if programs <= PROGRAMS_EACH * num_processors // shape.num_kv_heads:

@@ -1,4 +1,4 @@
-"""What a GPU does before the first request: all kernels are built and loaded, and graphs captured."""
+"""Warm-up of a GPU before the first request: all kernels are built and loaded, and graphs captured."""
 
 import gc
 from itertools import count

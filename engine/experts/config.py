@@ -90,7 +90,7 @@ class Moe(ConfigPart):
         takes_turns = self.layout == "alternating"  # gate and up rows; else all gate rows come first
 
         def stacked(product: str, rows: Axis) -> Part:
-            """Of all experts one tensor; alternating ones are transposed, with biases."""
+            """One tensor of all experts; alternating ones are transposed, with biases."""
             name = f"{layer.prefix}{self.experts}.{product}"
             bias = f"{name}_bias" if takes_turns else None
             return Part(name, rows, bias, index=index, num_stacked=self.routing.num_experts, is_transposed=takes_turns)

@@ -65,7 +65,7 @@ class GroupedExperts:
     """See `Experts`; stacked weights: grouped products, on GPUs by kernels of which one reads only chosen experts.
 
     Shapes depend on the number of rows alone and nothing waits for the GPU, so that steps can be captured as CUDA
-    graphs. A row's experts are added in the order of its ids. The GPU paths have not run on a card yet.
+    graphs. A row's experts are added in the order of its ids. The GPU paths have yet to run on one.
 
     On a GPU a row of at most MAX_ROWS has the same bits whatever the others are. In more rows, with weights in few
     bits, and on CPUs, the blocking of its products depends on how many rows share an expert.
@@ -117,7 +117,7 @@ def add_slots(outputs: Tensor, weights: Tensor, places: Tensor, dtype: torch.dty
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixtureOfExperts:
-    """What an MLP is in other models: [T, H] |-> [T, H]. A shared expert, if any, computes all rows."""
+    """Takes the place of the MLP in other models: [T, H] |-> [T, H]. A shared expert, if any, computes all rows."""
 
     gate: Product  # [T, H] |-> logits [T, E], float32 where the family widens the product
     routing: Routing

@@ -1,6 +1,6 @@
-"""What transformers' code gets in place of its attention and cache: entries in its registries, a cache over our slots.
+"""Replaces the attention and cache of transformers' code, by entries in its registries and a cache over our slots.
 
-Importing this file registers two names; they hold no state, so models of one process do not meet.
+Importing this file registers two names; they hold no state, so models in one process do not affect each other.
 """
 
 import inspect
@@ -60,7 +60,7 @@ def build_cache(config: PreTrainedConfig, num_before: int = 0) -> Any:
 
 
 def find_cache_name(model: torch.nn.Module) -> str:
-    """What the model's forward calls its cache; older transformers: past_key_values."""
+    """The cache's name among the forward's parameters; past_key_values in older transformers."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -70,7 +70,7 @@ def keeps_states(config: PreTrainedConfig) -> bool:
 
 
 def read_kept(cache: Any, dtype: torch.dtype) -> tuple[KeptState, ...]:
-    """What a forward of a model of this dtype left in an empty cache."""
+    """The states that a forward of a model of this dtype left in an empty cache."""
     found = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):

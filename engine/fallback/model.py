@@ -177,7 +177,7 @@ def attend(
     attention: AttentionBackend, layer: int, head_dim: int, window: int | None, dtype: torch.dtype, query: Tensor,
     key: Tensor, value: Tensor, options: Mapping[str, Any],
 ) -> Tensor:  # fmt: skip
-    """What transformers passes to attention |-> attended, over pages. head_dim: of these."""
+    """Attention over pages, for what transformers passes: |-> [B, T, Hq, D]. head_dim: of the pages."""
     num_rotated = query.shape[1] + key.shape[1]
     flat = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # [B T, H, D] each
     joined = torch.cat([_widen(heads, head_dim) for heads in flat], 1).to(dtype)  # [B T, Hq + 2 Hkv, D]

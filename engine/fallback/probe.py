@@ -1,4 +1,4 @@
-"""What transformers' own code of a model asks of attention, and whether pages can give it.
+"""Finds what transformers' own code of a model asks of attention, and whether pages can give it.
 
 Found by one forward on the meta device, with neither weights nor memory.
 """
@@ -188,7 +188,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Unsupported(Exception):  # noqa: N818
-    """What a layer needs that attention over pages lacks."""
+    """A layer needs something that attention over pages lacks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """e4m3 weights with a float32 scale per output or block: their values, rounding to them, and torch's product of them.
 
-The GPU paths have not run on a card yet.
+The GPU paths have yet to run on one.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as config.json and generation_config.json. Loads no tensors."""
+"""A GGUF file's description of its model, as config.json and generation_config.json. Loads no tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +52,7 @@ def architecture_of(metadata: Metadata) -> str:
 
 
 def build_config_json(metadata: Metadata, entries: Mapping[str, TensorEntry], rope: Mapping[str, list[float]]) -> Any:
-    """What the model's config.json would be. rope: the values of `OTHERS`, those that the file has."""
+    """The config.json that the model would have. rope: values of `OTHERS`, those that the file has."""
     name = architecture_of(metadata)
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     config = {"model_type": FAMILIES[name], "torch_dtype": "bfloat16"} | FIXED.get(name, {})
@@ -108,7 +108,7 @@ def _rope_scaling(own: Metadata, config: Mapping[str, Any], rope: Mapping[str, l
 
 
 def build_generation_json(metadata: Metadata) -> Any:
-    """What the model's generation_config.json would be."""
+    """The generation_config.json that the model would have."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     sampling = {theirs: metadata.get(f"general.sampling.{name}") for name, theirs in SAMPLING.items()}
     given = {name: value for name, value in sampling.items() if value is not None}

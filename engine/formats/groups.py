@@ -90,7 +90,7 @@ def round_to_4_bits(rows: Tensor) -> Groups:
 
 
 class Tables(IntEnum):
-    """What is stored for each group besides its codes; enum Tables of cpu_groups.cpp."""
+    """The values stored for each group besides its codes; enum Tables of cpu_groups.cpp."""
 
     SCALES = 0  # float16; the middle code, 8 or 128, stands for 0
     ZEROS = 1  # float16: scales, and the codes that stand for 0
@@ -104,7 +104,7 @@ class Tables(IntEnum):
 
     @property
     def column_bytes(self) -> int:
-        """Of a group."""
+        """Bytes of one group's values."""
         return self.dtype.itemsize * (1 if self in (Tables.SCALES, Tables.SCALES_32) else 2)
 
     def fit(self, groups: Groups) -> tuple[Tensor, Tensor] | None:

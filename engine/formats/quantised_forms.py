@@ -77,7 +77,7 @@ class Coded(NamedTuple):
         return cast("FormT | None", found)
 
     def groups(self) -> Groups | None:
-        """None if a block is no whole number of groups, or if floats would round twice."""
+        """None if a block is not a whole number of groups, or if floats would round twice."""
         width, depth = self.layout.block[1], self.layout.depth
         is_exact = self.codes.dtype is torch.uint8 and self.scale.dtype in EXACT
         if not is_exact or self.order is not None or width % GROUP or depth % width:

@@ -28,7 +28,7 @@ CODES = {"int 4": 4, "int 8": 8, "float 8": 8}  # of compressed-tensors |-> bits
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What read_scheme found."""
+    """How a checkpoint is quantised, by `read_scheme`."""
 
     method: str  # a key of FORMS in quantised_forms.py
     bits: tuple[int, ...] = ()  # of GPTQ's codes, one value; of packed ones
@@ -53,7 +53,7 @@ def read_scheme(given: Json) -> Scheme:
 
 
 def read_weight_bytes(given: Json) -> float:
-    """Of a weight that a file has quantised, with its part of a group's scale. given: as for `read_scheme`."""
+    """Bytes of a weight that a file has quantised, with its part of a group's scale. given: as for `read_scheme`."""
     scheme = read_scheme(given)
     bits = max(scheme.bits, default=4 if scheme.method in ("awq", "mxfp4") else 8)
     return (bits + (0.25 if bits == 4 else 0)) / 8

@@ -52,6 +52,8 @@ class RowFollower(Follower):
             which, num_drafts, inputs, outputs = upload([np.flatnonzero(np.isin(of_rows, of_drafts)), *others], device)
             num_wrong = num_drafts - count_right(batch.token_ids[inputs], tokens[outputs], num_drafts)
             rights = rights.index_add(0, which, num_wrong, alpha=-1)
+        for feature in step.layout.features:
+            rights = feature.find_lasts(rights)
         self.run(batch, hidden, rights, row_ids)
 
     def find_lasts(self, read_tokens: Callable[[], Tensor], chosen: Tensor, num_drafts: Tensor) -> Tensor:

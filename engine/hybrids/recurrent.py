@@ -113,7 +113,7 @@ def convolve(rows: Tensor, weight: Tensor, at: StateRows, states: Sequence[Tenso
 
 
 class Heads(NamedTuple):
-    """What tokens do to the memories of H heads: of T rows, or [N, H, L] of N sequences with L tokens each."""
+    """Queries and memory updates of tokens, for H heads: of T rows, or [N, H, L] of N sequences with L tokens each."""
 
     query: Tensor  # [T, H, Kd]
     key: Tensor  # [T, H, Kd]
@@ -131,7 +131,7 @@ class Heads(NamedTuple):
 
 
 def remember(heads: Heads, at: StateRows, memory: Tensor) -> Tensor:
-    """What each token's query finds in the memory after the token's change of it, [T, H, Vd].
+    """Update the memory by each token; returns what the token's query finds in it afterwards, [T, H, Vd].
 
     memory: [num_slots, H, Kd, Vd]; new ones go to their targets. Sequences of equal numbers of tokens go together.
     """

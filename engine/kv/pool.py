@@ -38,7 +38,7 @@ class PoolShape:
         return self.page_elements * self.dtype.itemsize
 
     def page_parts(self, whole: Sequence[Part]) -> tuple[PagePart, ...]:
-        """What peers are told. whole: the same parts over all ranks."""
+        """The parts of a page as peers get them. whole: the same parts over all ranks."""
         pairs = zip(whole, self.parts, strict=True)
         return tuple(
             PagePart(one.num_heads, prod(self.part_sizes(own)[1:]) * self.dtype.itemsize // own.num_heads)
@@ -49,7 +49,7 @@ class PoolShape:
         return replace(self, num_pages=num_pages)
 
     def part_sizes(self, part: Part) -> tuple[int, ...]:
-        """Of a tensor that holds the part in all pages."""
+        """Sizes of a tensor that holds the part in all pages."""
         return part.pool_sizes(self.num_pages, self.page_tokens)
 
     def split(self, pages: Tensor) -> tuple[Tensor, ...]:
@@ -60,7 +60,7 @@ class PoolShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the model's pages: axes as in wire.kv_layout with one part, else [num_pages, elements]."""
+        """Sizes of the model's pages: axes as in wire.kv_layout with one part, else [num_pages, elements]."""
         return self.part_sizes(self.parts[0]) if len(self.parts) == 1 else (self.num_pages, self.page_elements)
 
 

@@ -33,8 +33,8 @@ Bools = NDArray[np.bool_]
 
 
 class Costs(NamedTuple):
-    """Of a multiplication in each kind of work, relative to expanding's own. Measured with AMX, the heads of DeepSeek
-    V2-Lite and a context of 8k: from 233 new tokens on, expanding takes less time."""
+    """Costs of a multiplication in each kind of work, relative to expanding's own. Measured with AMX, the heads of
+    DeepSeek V2-Lite and a context of 8k: from 233 new tokens on, expanding takes less time."""
 
     expanded: float = 1.2
     absorbed: float = 0.87
@@ -146,7 +146,7 @@ class LatentAttention:
         return out
 
     def _absorb(self, layer: int, heads: QKV) -> Tensor:
-        """Of sequences that the other backend has planned: [n, Hq, V]."""
+        """Attention of the sequences that the other backend has planned: [n, Hq, V]."""
         query, up, rank = heads.query_key, heads.weights, self._shape.value_dim
         assert isinstance(up, Up)
         (num_tokens, num_heads, _), plain = query.shape, up.keys.shape[1]
@@ -161,7 +161,7 @@ class LatentAttention:
 
 
 def select_sequences(batch: Batch, is_wanted: Bools) -> tuple[Batch, Tensor]:
-    """What attention is told of some sequences of a batch, and their new tokens among T, [n] int64."""
+    """The batch of some sequences alone, for attention, and their new tokens among T, [n] int64."""
     lens = batch.query_lens_host[is_wanted]
     found = np.flatnonzero(np.repeat(is_wanted, batch.query_lens_host)), np.flatnonzero(is_wanted)
     rows, which, starts = upload([*found, find_starts(lens.astype(np.int64))], batch.slot_mapping.device)

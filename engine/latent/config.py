@@ -76,7 +76,7 @@ def read_latents(config: Json) -> Latents:
 
 
 def read_scale(config: Json) -> float:
-    """Of an expanded head, times YaRN's temperature squared, where transformers leaves it out of cos and sin."""
+    """An expanded head's scale, times YaRN's temperature squared where transformers leaves it out of cos and sin."""
     scale = float((integer(config, "qk_nope_head_dim") + integer(config, "qk_rope_head_dim")) ** -0.5)
     rope = collection(config, "rope_scaling", dict) or collection(config, "rope_parameters", dict)
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):

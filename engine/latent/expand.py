@@ -47,13 +47,13 @@ class Expansion(Protocol):
         ...
 
     def attend(self, layer: int, heads: QKV) -> Tensor:
-        """Of the planned sequences' n new tokens, as `LatentProjection` made them: [n, Hq, V]. Writes their KV."""
+        """Attend for the planned sequences' n new tokens, from `LatentProjection`: [n, Hq, V]. Writes their KV."""
         ...
 
 
 @runtime_checkable
 class HeadsAttention(Protocol):
-    """What some devices have beside pages: attention to heads that lie one token after the other."""
+    """Attention without pages, which some devices have: to heads that lie one token after the other."""
 
     head_dims: tuple[int, int]  # of keys and values, which zeros follow
     scratch_bytes: int  # of expanded heads

@@ -32,7 +32,7 @@ class Gated(Linear, Protocol):
 
     @property
     def panel_columns(self) -> int:
-        """What `split` gives has gate and up in panels of so many columns that alternate, see `interleave_panels`; 0:
+        """Columns of the panels in which gate and up alternate in the result of `split`, see `interleave_panels`; 0:
         one after the other."""
         ...
 
@@ -41,7 +41,7 @@ class Gated(Linear, Protocol):
         ...
 
     def join(self, gate_up: Tensor) -> Tensor:
-        """What `split` returned |-> [T, I]. May overwrite it."""
+        """Result of `split` |-> [T, I]. May overwrite it."""
         ...
 
 
@@ -177,7 +177,7 @@ class Embedding:
 
 
 class Additions:
-    """What may be added to a decoder's products: adapters (LoRA). This class: nothing is added."""
+    """Additions to a decoder's products: adapters (LoRA). This class adds nothing."""
 
     def __init__(self) -> None:
         self.num_slots = 0  # additions in steps at once

@@ -1,4 +1,4 @@
-"""What takes the place of attention in a layer, or of its heads: the seams for layers that keep something else."""
+"""Interfaces of layers that keep something other than heads' KV: in place of attention, or of its heads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

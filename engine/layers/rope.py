@@ -99,6 +99,6 @@ def build_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Ten
 def build_rope_tables(
     ropes: Sequence[RopeConfig], head_dims: Sequence[int], num_positions: int, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Of a model's ropes, each for heads of its own size: [num_positions, 2, D / 2]."""
+    """Tables of a model's ropes, each for heads of its own size: [num_positions, 2, D / 2]."""
     tables = (build_rope_table(rope, dim, num_positions) for rope, dim in zip(ropes, head_dims, strict=True))
     return [table.to(device, dtype) for table in tables]

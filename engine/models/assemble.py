@@ -88,7 +88,7 @@ class SummedEmbedding(Embedding):
 
 
 def refuse(*_parts: object) -> NoReturn:
-    """What a part does that is not here."""
+    """Stands in for a part that is not installed: ValueError."""
     raise ValueError("this model needs a part of Baton that is not installed: engine/compose.py names none")
 
 

@@ -36,7 +36,7 @@ class MlpNames:
 
 
 class ConfigPart:
-    """What a family has that the core knows nothing of: data of a satellite, and what is asked of it."""
+    """A family's settings of which the core knows nothing: a satellite's data, and what the core asks of it."""
 
     __slots__ = ()
 
@@ -47,19 +47,19 @@ class ConfigPart:
 
     @property
     def divisible(self) -> dict[str, int]:
-        """What ranks divide: its name |-> size."""
+        """Sizes that ranks divide: name |-> size."""
         return {}
 
     def divide(self, size: int) -> Self:
-        """What one of `size` ranks has."""
+        """The settings of one of `size` ranks."""
         return self
 
     def state_parts(self, num_layers: int) -> tuple[StatePart, ...]:
-        """What so many layers keep of a sequence."""
+        """The states that so many layers keep of a sequence."""
         return ()
 
     def shape(self, own: AttentionShape) -> AttentionShape:
-        """What attention is of where that is not heads. own: of queries."""
+        """Shape of attention where pages do not keep heads. own: its shape with heads."""
         return own
 
     def as_stored(self, names: Collection[str]) -> Self:
@@ -79,7 +79,7 @@ class ConfigPart:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """Settings that may differ from layer to layer."""
 
     window: int | None = None  # tokens a query sees, itself included; None: all of them
     rope: int | None = 0  # index in ModelConfig.ropes; None: no rotation
@@ -162,12 +162,12 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of kv_layers."""
+        """Windows of kv_layers, in their order."""
         return tuple(layer.window for layer in self.kv_layers)
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
-        """Of kv_layers."""
+        """Shapes of kv_layers, in their order."""
         return tuple(map(self.shape_of, self.kv_layers))
 
     def shape_of(self, layer: LayerConfig) -> AttentionShape:
@@ -190,13 +190,13 @@ class ModelConfig:
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
-        """What layers without attention keep of a sequence; empty if there are none."""
+        """The states that layers without attention keep of a sequence; empty if there are none."""
         num_layers = sum(not layer.has_attention for layer in self.layers)
         return self.recurrent.state_parts(num_layers) if self.recurrent else ()
 
     @property
     def divisible(self) -> dict[str, int]:
-        """What ranks divide: its name |-> size."""
+        """Sizes that ranks divide: name |-> size."""
         sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
         if not all(layer.is_moe for layer in self.layers) or (self.moe and self.moe.has_mlp):
             sizes["intermediate_size"] = self.intermediate_size

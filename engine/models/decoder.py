@@ -53,7 +53,7 @@ class DecoderLayer:
 
 @dataclass(slots=True)
 class Flow:
-    """What passes from layer to layer of a step."""
+    """The values that a step passes from layer to layer."""
 
     sums: Tensor  # [T, H] float32: of layers, which 8 bits of mantissa would lose beside their outliers
     normed: Tensor  # [T, H] input of the next product
@@ -161,7 +161,7 @@ class Decoder:
         return flow.normed
 
     def _mix(self, index: int, mixer: Mixer, rows: Tensor, batch: Batch) -> Tensor:
-        """What a layer without attention takes from other rows: [T, ...] of its first product |-> [T, N].
+        """Run the mixer of a layer without attention: [T, ...] of its first product |-> [T, N].
 
         Updates the batch's states.
         """
@@ -192,7 +192,7 @@ class Decoder:
         return rows if self._embedding_multiplier == 1 else rows * self._embedding_multiplier
 
     def _add_deep(self, index: int, flow: Flow, embedded: EmbeddedRows) -> None:
-        """What given rows add after the layer, which is not the last."""
+        """Add the deep part of given rows after the layer, which is not the last."""
         if embedded.deep is not None and index < len(embedded.deep):
             flow.sums.index_add_(0, embedded.at, embedded.deep[index].float())
             flow.normed = self._norm(flow.sums.to(self.dtype), self._layers[index + 1].before_attention)

@@ -38,7 +38,7 @@ OpenFormat = Callable[[ShardReader, Ops], PlainFormat]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a decoder's weights come from, and what they become."""
+    """The source of a decoder's weights, and how they are to be loaded."""
 
     folder: Path
     checkpoint: Checkpoint
@@ -62,7 +62,7 @@ def build_plain(build: Callable[[OpenFormat], DecoderT], source: Source) -> Deco
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What completes loading; engine/compose.py names all of it. Without them, plain dense models load."""
+    """The parts that complete loading; engine/compose.py names all of them. Without them, plain dense models load."""
 
     layers: LayerParts = field(default_factory=LayerParts)
     build: BuildWeights = build_plain

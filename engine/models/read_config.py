@@ -19,7 +19,7 @@ OpenWhole = Callable[[Json], tuple[Json, Extend] | None]
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What can be read; engine/catalogue.py has all of it."""
+    """The configs that can be read; engine/catalogue.py has all of them."""
 
     families: Mapping[str, Family]  # by model_type
     wholes: tuple[str, ...] = ()  # model_types of models with other parts than a language model

@@ -1,4 +1,4 @@
-"""What a decoder does besides plain products and attention, by torch on any device: the twin of the kernels."""
+"""A decoder's operations besides plain products and attention, by torch on any device: the twin of the kernels."""
 
 from typing import TypeVar
 

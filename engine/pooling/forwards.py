@@ -76,7 +76,7 @@ class PooledForwards(Forwards):
         self.is_whole = is_whole
 
     def take(self, row: int) -> NDArray[np.float32] | None:
-        """What the last collected step has made for the row."""
+        """The row's vector from the last collected step, once; None if there is none."""
         return self._found.pop(row, None)
 
     def begin(self, runner: Runner, step: Prepared) -> Finish:

@@ -89,7 +89,7 @@ def load_encoder(
 
 
 def build_forwards(folder: Path, model: Decoder) -> PooledForwards | None:
-    """What makes vectors of the model's rows; None if it answers. ValueError names a file that cannot be used."""
+    """The forwards that make vectors of the model's rows; None if it answers. ValueError names an unusable file."""
     pooling = read_pooling(folder) if (folder / "config.json").is_file() else None  # else: random weights
     if pooling is None:
         return None

@@ -1,4 +1,4 @@
-"""What each layer is given of each token beside the hidden row (Gemma 4's per-layer inputs)."""
+"""Inputs that each layer gets for each token beside the hidden row (Gemma 4's per-layer inputs)."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputBlock:
-    """Of one layer: its input, gated by the hidden row."""
+    """One layer's use of its input, which the hidden row gates."""
 
     gate: Linear  # H -> P
     projection: Linear  # P -> H
@@ -45,7 +45,7 @@ class InputBlock:
 
 
 def build_token_inputs(builder: LayerBuilder) -> TokenInputs:
-    """Of all layers."""
+    """The token inputs of all layers."""
     format, table = builder.format, builder.table.products["token_embedding"]
     embedding = builder.sum_rows(Embedding(format.reader.fuse(table)))
     projection = builder.linear("token_projection")
@@ -53,5 +53,5 @@ def build_token_inputs(builder: LayerBuilder) -> TokenInputs:
 
 
 def build_input_block(builder: LayerBuilder) -> InputBlock:
-    """Of the builder's layer."""
+    """The input block of the builder's layer."""
     return InputBlock(builder.linear("input_gate"), builder.linear("input_projection"), builder.config.activation)

@@ -37,7 +37,7 @@ class Encoding(NamedTuple):
 
 
 class ImageRules(NamedTuple):
-    """What a model says of images."""
+    """A model's rules for images."""
 
     token: int  # the image token
     attention: ImageAttention

@@ -47,7 +47,7 @@ class VisionTower:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def read(self, file: bytes) -> PixelInputs:
-        """A file as pixels on the host. ValueError if it is no image that the model's processor takes."""
+        """A file as pixels on the host. ValueError if it is not an image that the model's processor takes."""
         try:
             found = self._processor(images=[read_image(file)], return_tensors="pt", **self._options)
         except Exception as error:  # decoders and processors raise anything
@@ -91,7 +91,7 @@ class VisionTower:
         return [Encoding(own, torch.stack(of_layers)) for own, *of_layers in zip(rows, *layers, strict=True)]
 
     def _split(self, parts: Sequence[Tensor] | Tensor, count: int) -> list[Tensor]:
-        """Of `count` images, some parts each, [.., n, H] |-> [n, H] of each."""
+        """Parts [.., n, H] of `count` images, equally many of each |-> [n, H] of each image."""
         own = len(parts) // count
         of_each = [parts[at : at + own] for at in range(0, own * count, own)]
         return [torch.cat([part.flatten(0, -2) for part in its]).to(self._dtype) for its in of_each]
@@ -163,7 +163,7 @@ def _without_text(kind: Any) -> Any:
 
 
 def _find_options(config: Any) -> dict[str, Any]:
-    """What transformers' processor of the model passes to its image processor."""
+    """The options that transformers' processor of the model passes to its image processor."""
     if config.vision_config.model_type == "pixtral":
         return {"patch_size": config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)}
     return {"do_pan_and_scan": False} if config.model_type == "gemma3" else {}

@@ -60,7 +60,7 @@ class Checkpoint(ABC):
 
     def coded(self, name: str, index: int | None = None) -> StoredMatrix | None:
         """A matrix that the file has in few bits, or one of a tensor of several, whose transpose it is; None: it has
-        floats, or several that are no matrices of their own. KeyError if absent."""
+        floats, or several that are not matrices of their own. KeyError if absent."""
         return None
 
 

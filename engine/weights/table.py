@@ -1,4 +1,4 @@
-"""What a model's weights are called in its checkpoint, their sizes, how they are fused, and each rank's part of them.
+"""The names of a model's weights in its checkpoint, their sizes, how they are fused, and each rank's part of them.
 
 The only place that says so: checking a checkpoint, cutting it for ranks and loading it follow from these values.
 Imports no torch.
@@ -131,7 +131,7 @@ class Product:
                 yield Stored(part.bias, part.stored_shape(None))
 
     def num_rows(self, shard: Shard) -> list[int]:
-        """Of each part."""
+        """Rows of each part that a rank reads."""
         return [part.rows.num_read(shard) for part in self.parts]
 
     def depth(self, shard: Shard) -> int:

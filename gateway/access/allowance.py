@@ -14,7 +14,7 @@ LIMIT_HEADERS = [f"x-ratelimit-{what}-{unit}" for unit in _UNITS for what in ("l
 
 @dataclass(slots=True)
 class _Amount:
-    """One of them. 0 a minute: no limit."""
+    """The requests, or the tokens, of an allowance. 0 a minute: no limit."""
 
     per_minute: int
     used: float = field(default=0.0, compare=False)
@@ -29,12 +29,12 @@ class _Amount:
         return self.per_minute - self.used
 
     def wait_s(self, wanted: float) -> float:
-        """Seconds until so much is left."""
+        """Seconds until as much as is wanted is left."""
         return max((wanted - self.left) * 60 / self.per_minute, 0.0)
 
 
 class Allowance:
-    """Of one key, over all APIs. Equal to one with the same limits, whatever is left."""
+    """The allowance of one key over all APIs. Equal to another with the same limits, whatever is left."""
 
     def __init__(self, requests_per_minute: int = 0, tokens_per_minute: int = 0) -> None:
         """0: no limit."""
@@ -54,13 +54,13 @@ class Allowance:
                 raise over_limit(key, f"{amount.per_minute} {unit}", wait_s)
 
     def begin(self, now: float, key: str, num_tokens: int) -> None:
-        """The same, and takes what it needs."""
+        """Checks as `check`, and takes what the request needs."""
         self.check(now, key, num_tokens)
         self._requests.used += 1
         self._tokens.used += num_tokens
 
     def give_back(self, num_tokens: int) -> None:
-        """What `begin` took: no worker answered."""
+        """Gives back what `begin` took, as no worker answered."""
         for amount, taken in ((self._requests, 1), (self._tokens, num_tokens)):
             amount.used = max(amount.used - taken, 0.0)
 
@@ -70,7 +70,7 @@ class Allowance:
         self._tokens.used += num_tokens
 
     def headers(self, now: float) -> dict[str, str]:
-        """OpenAI's: of each limit what it is, what is left, and when all of it is."""
+        """OpenAI's headers: each limit, what is left of it, and when all of it is left again."""
         found = {}
         for amount, unit in ((self._requests, "requests"), (self._tokens, "tokens")):
             amount.refill(now)

@@ -51,7 +51,7 @@ class Keys:
     """All keys that are accepted. Compares digests in constant time."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_key: str = "", *, has_file: bool = False) -> None:
-        """`admin_key`: loads and unloads adapters, and is no API key; empty: there is none.
+        """`admin_key`: loads and unloads adapters, and is not an API key; empty: there is none.
 
         `has_file`: there are others, which `replace` says.
         """
@@ -62,7 +62,7 @@ class Keys:
         self.are_several = len(api_keys) > 1 or has_file
 
     def replace(self, keys: Sequence[Key]) -> None:
-        """These are accepted now, besides those of the start. One that is as before keeps what it has left."""
+        """Accepts these keys, besides those of the start. One that is as before keeps what it has left."""
         before = {key.name: key for key in self._keys}
         self._keys = [*self._fixed, *(before[key.name] if before.get(key.name) == key else key for key in keys)]
 
@@ -77,7 +77,7 @@ class Keys:
         return key
 
     def check_admin(self, headers: Headers) -> Key:
-        """The same for what needs the admin key: it comes as a bearer token. Raises ApiError 403 if there is none."""
+        """The admin key, which a request has as its bearer token. Raises ApiError 401, or 403 if none is configured."""
         admins = [*self._admin, *(key for key in self._keys if key.is_admin)]
         if not admins:
             message = "start the gateway with --admin-key (BATON_ADMIN_KEY) if this should be allowed here"
@@ -96,7 +96,7 @@ class Keys:
 
 
 def read_keys(headers: Headers) -> tuple[bytes | None, bytes | None]:
-    """What the headers say: the token of `Authorization: Bearer`, and `x-api-key`. The only reader of these headers."""
+    """The keys in the headers: the token of `Authorization: Bearer`, and `x-api-key`. Nothing else reads these."""
     found: dict[bytes, bytes] = {}
     for name, value in headers:
         name = _to_bytes(name)

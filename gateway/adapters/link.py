@@ -1,4 +1,4 @@
-"""What one worker has of the adapters that the registry wants. Lives on the asyncio thread."""
+"""Keeps the adapters of one worker as the registry wants them. Lives on the asyncio thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class AdapterLink(WorkerAdapters):
         self._woken = asyncio.Event()
 
     def learn(self, status: worker_pb2.WorkerStatus, version: int) -> None:
-        """What has changed since `version` is known better here."""
+        """Takes a worker's status, but not its adapters where `loaded` has changed here since `version`."""
         is_new = status.peer.incarnation != self._incarnation
         if is_new:
             self._incarnation = status.peer.incarnation
@@ -98,7 +98,7 @@ class AdapterLink(WorkerAdapters):
         return found.reason if found else "not loaded yet"
 
     async def run(self) -> None:
-        """After each status, and each change of the registry."""
+        """Loads and unloads after each status, and each change of the registry."""
         while True:
             await self._woken.wait()
             self._woken.clear()
@@ -114,7 +114,7 @@ class AdapterLink(WorkerAdapters):
                     await self._unload(digest)
 
     def _find_digests(self) -> set[str]:
-        """Of what the registry wants, as far as they are known here."""
+        """The digests of the adapters that the registry wants, as far as they are known here."""
         found = {adapter.digest or self._reports.get(adapter) for adapter in self._registry.wanted()}
         return {digest for digest in found if isinstance(digest, str)}
 

@@ -43,7 +43,7 @@ class AdapterLoader:
         loaded.set_function(lambda: len(self.adapters.named) - len(self.adapters.pending))
 
     def expect(self, paths: Mapping[str, str]) -> None:
-        """Those of --lora: each is tried until it is loaded, or unloaded; meanwhile requests for it wait."""
+        """Takes the adapters of --lora: each is tried until loaded, or unloaded; meanwhile requests for it wait."""
         for name, path in paths.items():
             self.adapters.expect(name, path)
 
@@ -90,7 +90,7 @@ class AdapterLoader:
         log.info("adapter loaded", adapter=adapter.name, path=adapter.path, digest=digest)
 
     async def unload(self, name: str) -> None:
-        """No new request gets it; its memory is freed after the last that runs. Raises ApiError."""
+        """Gives no new request the adapter; its memory is freed after the last that runs. Raises ApiError."""
         async with self._lock:
             if not self.adapters.remove(name):
                 raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name", "adapter_not_found")

@@ -38,7 +38,7 @@ class AdapterRegistry:
     _retired: dict[str, Adapter] = field(default_factory=dict)  # digest |-> in use, without a name
 
     def wanted(self) -> list[Adapter]:
-        """What each worker is to have; each digest at least once."""
+        """The adapters that each worker is to have; each digest at least once."""
         return [*self.named.values(), *self._retired.values(), *self._tried]
 
     @property
@@ -72,14 +72,14 @@ class AdapterRegistry:
         self.on_change()
 
     def remove(self, name: str) -> bool:
-        """The name is not served any more. False if it was unknown."""
+        """Stops serving the name. False if it was unknown."""
         adapter = self.named.pop(name, None)
         self._retire(adapter)
         self.on_change()
         return adapter is not None
 
     def _retire(self, adapter: Adapter | None) -> None:
-        """It has lost its name."""
+        """Keeps an adapter that has lost its name for as long as requests use it."""
         named = {one.digest for one in self.named.values()}
         if adapter is not None and adapter.digest not in named and self._uses[adapter.digest]:
             self._retired[adapter.digest] = adapter

@@ -1,4 +1,4 @@
-"""From the ring's tokens to the choices of a request, delta by delta."""
+"""Turns the ring's tokens into the choices of a request, delta by delta."""
 
 import asyncio
 import time
@@ -77,7 +77,7 @@ class Totals:
         self.num_open, self.may_restart = len(generations), False
 
     def warnings(self) -> tuple[str, ...]:
-        """For the client: what it asked for and did not get, as far as that is known."""
+        """Warnings for the client: what it asked for and did not get, as far as that is known."""
         return (*self.job.warnings, *self.notes)
 
     def log(self, event: str, **fields: object) -> None:
@@ -109,7 +109,7 @@ async def begin(
 def note_failure(
     served: ServedModel, error: BaseException, request_id: str, owner: str = "", num_tokens: int = 0
 ) -> None:
-    """Counts it, and logs what is no fault of the client's; bugs are logged where they end."""
+    """Counts a failure, and logs it if it is not the client's fault; bugs are logged where they end."""
     served.metrics.count_failure(error, owner)
     if isinstance(error, ApiError) and error.status >= 500:
         facts = {"status": error.status, "code": error.code, "reason": error.message}

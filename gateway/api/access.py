@@ -1,4 +1,4 @@
-"""What REST and gRPC share: request ids, warnings, and how long a client may take."""
+"""Request ids, warnings, and how long a client may take: shared by REST and gRPC."""
 
 import asyncio
 import secrets

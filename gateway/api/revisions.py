@@ -67,7 +67,7 @@ def build_revisions_router(
 
 
 def describe_revisions(rollout: Rollout, views: Sequence[WorkerView]) -> dict[str, RevisionStatus]:
-    """By name, those with a share included that no worker has."""
+    """The status of each revision by name, those included that have a share but no worker."""
     names = sorted({view.revision for view in views} | rollout.shares.keys())
     found = {}
     for name in names:

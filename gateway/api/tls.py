@@ -33,7 +33,7 @@ class ServerTls:
         await self._watch.follow(self._read_again)
 
     def _read(self) -> tuple[ssl.SSLContext, tuple[bytes, bytes]]:
-        """For REST; and for gRPC the key and certificate."""
+        """The TLS context for REST, and the key and certificate for gRPC, in PEM."""
         try:
             pair = self._key.read_bytes(), self._cert.read_bytes()
             own = x509.load_pem_x509_certificate(pair[1])

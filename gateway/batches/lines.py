@@ -29,7 +29,7 @@ class InputLine(msgspec.Struct):
 
 
 class _Wanted(msgspec.Struct):
-    """What a line's body says of its number of answers."""
+    """The fields of a line's body that say how many answers it asks for."""
 
     n: Any = None
     prompt: Any = None
@@ -72,7 +72,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Input:
-    """What a file's lines are. Numbers count from 1, empty lines included."""
+    """The lines of an input file. Numbers count from 1, empty lines included."""
 
     offsets: "array[int]"  # by number - 1
     num_answers: "array[int]"  # that a line asks for, by number - 1; of one that cannot be asked: 0
@@ -211,7 +211,7 @@ class Journal:
         self.numbers.add(number)
 
     def sync(self) -> None:
-        """What was appended survives a power failure. From any thread."""
+        """Writes through to the disk, so that what was appended survives a power failure. From any thread."""
         if self.is_dirty:
             self.is_dirty = False
             os.fsync(self._fd)

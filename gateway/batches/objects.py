@@ -31,7 +31,7 @@ class BatchFault(msgspec.Struct):
 
 
 class BatchFaults(msgspec.Struct):
-    """The same, as a list."""
+    """Why a whole batch failed, as a list."""
 
     data: list[BatchFault]
     object: Literal["list"] = "list"
@@ -69,12 +69,12 @@ class Batch(msgspec.Struct, tag_field="object", tag="batch"):
     metadata: dict[str, str] | None = None
 
     def enter(self, status: Status) -> None:
-        """The batch is now in this state, which is not `validating`."""
+        """Puts the batch into this state, which is not `validating`."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
     def cancel(self, asked_s: int) -> None:
-        """Its client has asked for that. No effect on one that is over."""
+        """Notes that its client has asked to cancel it. No effect on one that is over."""
         if self.status not in OVER and self.status != "cancelling":
             self.status, self.cancelling_at = "cancelling", asked_s
 

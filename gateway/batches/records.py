@@ -35,12 +35,12 @@ class Record:
 
     @property
     def is_open(self) -> bool:
-        """It is a batch that is not over."""
+        """Whether it is a batch that is not over."""
         return isinstance(self.value, Batch) and self.value.status not in OVER
 
 
 class Held(NamedTuple):
-    """What one owner has."""
+    """The number and size of the records that one owner has."""
 
     owner: str
     num_records: int
@@ -80,7 +80,7 @@ def find(database: Database, kind: str, record_id: str, owner: str) -> Record | 
 
 
 def list_own(database: Database, kind: str, owner: str) -> list[Record]:
-    """Newest first."""
+    """The owner's records of a kind, newest first."""
     sql = f"SELECT {_COLUMNS} FROM batch_records WHERE kind = :kind AND owner = :owner ORDER BY made_s DESC"
     with database.transaction():
         return [_record(row) for row in database.do(sql, kind=kind, owner=owner).fetchall()]
@@ -93,14 +93,14 @@ def count(database: Database) -> list[Held]:
 
 
 def find_names(database: Database, folder: str) -> set[str]:
-    """Of files in the folder that somebody needs."""
+    """The names of the files in the folder that a record needs."""
     sql = "SELECT id, output_id, error_id FROM batch_records WHERE folder = :folder"
     with database.transaction():
         return {name for row in database.do(sql, folder=folder).fetchall() for name in row}
 
 
 def add(database: Database, records: Sequence[Record]) -> None:
-    """Those that are there already stay as they are."""
+    """Adds records; those that are there already stay as they are."""
     with database.transaction(is_written=True):
         for record in records:
             _add(database, record)
@@ -129,7 +129,7 @@ def update(database: Database, record: Record, gateway: str, files: Sequence[Rec
 
 
 def ask_cancel(database: Database, record_id: str, now_s: int) -> None:
-    """Whichever gateway runs the batch will see that."""
+    """Asks to cancel a batch; the gateway that runs it will see that."""
     sql = "UPDATE batch_records SET cancelled_s = :now_s WHERE id = :id AND is_open = 1 AND cancelled_s = 0"
     with database.transaction(is_written=True):
         database.do(sql, id=record_id, now_s=now_s)
@@ -171,13 +171,13 @@ def claim(database: Database, gateway: str, lease_s: float, folder: str) -> list
 
 
 def release_all(database: Database) -> None:
-    """No gateway runs any of the batches."""
+    """Frees all batches: no gateway runs any of them."""
     with database.transaction(is_written=True):
         database.do("UPDATE batch_records SET gateway = '', lease_until = 0 WHERE is_open = 1")
 
 
 def release(database: Database, gateway: str, ids: Collection[str]) -> None:
-    """Any other gateway may take these batches of this one at once."""
+    """Frees these batches of this gateway: any other may take them at once."""
     with database.transaction(is_written=True):
         for record_id in ids:
             sql = "UPDATE batch_records SET gateway = '', lease_until = 0 WHERE id = :id AND gateway = :gateway"

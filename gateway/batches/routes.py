@@ -111,7 +111,7 @@ def add_batches(app: FastAPI, served: ServedModels, store: BatchStore | None) ->
 
     @router.get("/v1/files/{file_id}")
     async def get_file(file_id: str, request: Request) -> Response:
-        """What is known of a file."""
+        """Describes a file."""
         kept, owner = enter(request)
         return json_response(await kept.find(FileObject, file_id, owner))
 

@@ -84,7 +84,7 @@ class _Job:
         return read_line(self.path, self.input.offsets[number - 1])
 
     def write(self, number: int, custom_id: str | None, result: LineResponse | LineError) -> None:
-        """What became of a line. Raises OSError."""
+        """Writes the result of a line to the output or to the errors. Raises OSError."""
         line = OutputLine(f"{self.batch.id.replace('_', '_req_')}_{number}", custom_id)
         if isinstance(result, LineError):
             line.error = result
@@ -104,7 +104,7 @@ class _Job:
         self.errors.sync()
 
     def close(self) -> None:
-        """Another gateway may write the output."""
+        """Closes the output, so that another gateway may write it."""
         self.output.close()
         self.errors.close()
 
@@ -125,11 +125,11 @@ class _Lines(httpx.AsyncBaseTransport):
 
 
 class Service(Protocol):
-    """What the runner asks of the models that are served."""
+    """The models that are served, as the runner sees them."""
 
     @property
     def live_gaps(self) -> Gaps:
-        """Between tokens of answers that are not of lines."""
+        """Gaps between tokens of answers that are not of lines."""
 
     def can_serve(self) -> bool:
         """Whether a request for one of the models would be served now."""
@@ -138,7 +138,7 @@ class Service(Protocol):
         """Why no model is ready; None when one is, or the next request wakes it."""
 
     def load(self) -> Load:
-        """Of all models together."""
+        """The load of all models together."""
 
 
 class BatchRunner:
@@ -207,7 +207,7 @@ class BatchRunner:
                     await self._changed.wait()
 
     async def _look(self) -> None:
-        """Raises OSError, StoreError."""
+        """Starts lines where there is room, and ends batches that are done. Raises OSError, StoreError."""
         now = asyncio.get_running_loop().time()
         if self._has_new or now - self._renewed_s > SYNC_S:
             self._has_new, self._renewed_s = False, now
@@ -257,7 +257,7 @@ class BatchRunner:
                 self._open_beside(record)
 
     async def _leave(self, record: Record) -> None:
-        """Another gateway has it by now."""
+        """Stops a batch that another gateway has by now."""
         _log.warning("a batch is another gateway's now", batch=record.id)
         for job in [job for job in self._jobs if job.record is record]:
             await _stop(job)
@@ -348,7 +348,7 @@ class BatchRunner:
         return 0
 
     async def _answer(self, job: _Job, number: int) -> None:
-        """One line, from its input to its output. Raises OSError."""
+        """Answers one line, from its input to its output. Raises OSError."""
         line = await asyncio.to_thread(job.read, number)
         response = await self._ask(job, line)
         request_id = response.headers.get("x-request-id", "")
@@ -430,7 +430,7 @@ class BatchRunner:
 
 
 async def _stop(job: _Job) -> None:
-    """Lines that run are pending again."""
+    """Stops the lines that run, which are pending again."""
     tasks = [task for task, _ in job.running.values()]
     for task in tasks:
         task.cancel()
@@ -438,7 +438,7 @@ async def _stop(job: _Job) -> None:
 
 
 def _fail(batch: Batch, code: str, why: str) -> None:
-    """All of it, not a line."""
+    """Fails the whole batch, not a line."""
     batch.errors = BatchFaults([BatchFault(code, why)])
     batch.enter("failed")
     _log.info("batch fails", batch=batch.id, reason=why)

@@ -47,7 +47,7 @@ UPLOAD_S = 3600.0  # longer than another gateway's upload takes, which has no re
 
 
 class _OldRecord(msgspec.Struct):
-    """What ID.json has, which earlier gateways wrote."""
+    """The content of an ID.json, which earlier gateways wrote."""
 
     owner: str
     value: FileObject | Batch
@@ -57,7 +57,7 @@ class _OldRecord(msgspec.Struct):
 
 
 def sharer(owner: str) -> str:
-    """As in Shared: "" where there are no keys, and so no shares."""
+    """The owner's name in Shared: "" where there are no keys, and so no shares."""
     return "" if owner == ANYBODY.owner else owner
 
 
@@ -96,7 +96,7 @@ class BatchStore:
         self._is_open = False
 
     def close(self) -> None:
-        """Another gateway may have the folder."""
+        """Releases the folder, so that another gateway may have it."""
         self._line.close()
         os.close(self._lock)
 
@@ -105,7 +105,7 @@ class BatchStore:
         return self.folder / file_id
 
     async def _call(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
-        """Raises StoreError."""
+        """Calls a method of the database in its thread. Raises StoreError."""
         async with self._opening:
             if not self._is_open:
                 if not self.is_shared:  # the one that had them is dead, as we have its folder
@@ -115,7 +115,7 @@ class BatchStore:
         return await self._line.call(method, *args, **named)
 
     async def _ask(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
-        """Raises ApiError."""
+        """Calls as `_call`, for a client. Raises ApiError."""
         with for_clients():
             return await self._call(method, *args, **named)
 
@@ -154,7 +154,7 @@ class BatchStore:
         return file
 
     async def list_own(self, kind: type[Value], owner: str) -> list[Value]:
-        """The owner's, newest first. Raises ApiError."""
+        """The owner's files or batches, newest first. Raises ApiError."""
         found = await self._ask(records.list_own, kind.__name__, owner)
         values = [self.held.get(record.id, record).value for record in found]
         return [value for value in values if isinstance(value, kind)]
@@ -162,7 +162,7 @@ class BatchStore:
     # -- changes ----------------------------------------------------------------------------------------------------
 
     async def count(self) -> None:
-        """What all gateways keep counts. Raises ApiError."""
+        """Counts what all gateways keep. Raises ApiError."""
         before, self._kept = self._kept, {held.owner: held for held in await self._ask(records.count)}
         grown = Counter({owner: held.num_bytes for owner, held in self._kept.items()})
         grown.subtract({owner: held.num_bytes for owner, held in before.items()})
@@ -171,7 +171,7 @@ class BatchStore:
 
     @contextmanager
     def upload(self, owner: str) -> Iterator[Callable[[int], None]]:
-        """Around an upload: yields what to call with the number of bytes before they are kept. Raises ApiError 413."""
+        """Counts an upload: yields what to call with the number of bytes before they are kept. Raises ApiError 413."""
         num_bytes, name = 0, sharer(owner)
 
         def take(num: int) -> None:
@@ -222,7 +222,7 @@ class BatchStore:
         self.on_change()
 
     async def delete_file(self, file: FileObject) -> None:
-        """Raises ApiError 409 if a batch that is not over reads it."""
+        """Deletes a file. Raises ApiError 409 if a batch that is not over reads it."""
         if (reader := await self._ask(records.delete_file, file.id)) is not None:
             why = f"the file is the input of {reader}, which is not over; cancel that first"
             raise ApiError(409, why, None, "file_in_use")
@@ -240,7 +240,7 @@ class BatchStore:
 
     @staticmethod
     def _has_room(owner: str, numbers: Mapping[str, int], most: int) -> bool:
-        """For one more of the owner's."""
+        """Whether there is room for one more of the owner's."""
         mine, total = numbers.get(owner, 0) + 1, sum(numbers.values()) + 1
         return total <= most and (not sharer(owner) or is_fair(mine, total, most))
 
@@ -262,7 +262,7 @@ class BatchStore:
         return lost
 
     async def release(self) -> None:
-        """Other gateways may run what this one had."""
+        """Releases all batches that this gateway runs, so that others may run them."""
         names, self.held = list(self.held), {}
         with suppress(StoreError):
             await self._call(records.release, self._gateway, names)
@@ -295,7 +295,7 @@ class BatchStore:
 
 
 def _name(folder: Path) -> str:
-    """Of the folder: the same for all that see it. Raises OSError."""
+    """The folder's name, which is made once and the same for all that see it. Raises OSError."""
     path = folder / "name"
     if not path.exists():
         part = folder / new_id(".name-")

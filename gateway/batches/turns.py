@@ -24,13 +24,13 @@ class LineTurns:
         return len(self._waiting)
 
     def allow(self) -> None:
-        """One that waits may run."""
+        """Lets one answer run that waits."""
         self.num_allowed += 1
         self._num_running += 1
         self._leave()
 
     async def hold(self, answer: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """The answer's parts, from when it may run."""
+        """Yields the answer's parts, once it may run."""
         async with aclosing(answer):
             await self._enter()
             try:

@@ -34,7 +34,7 @@ class EmbeddingAttempt:
         self._queue.leave(self._waiter)
 
     async def reserve(self) -> None:
-        """A text needs no session."""
+        """Does nothing: a text needs no session."""
 
     async def next(self) -> Tokens:
         """The vector. Raises AttemptFailed, or ApiError at the request's deadline."""

@@ -27,7 +27,7 @@ from wire.sampling import SamplingParams
 MAX_TEXTS = 2048  # of a request, as in OpenAI's API
 MAX_TEXT_BYTES = 1 << 20  # of a text that is cut; others have as many as fit the model (request/rules.py)
 MAX_ALL_BYTES = 8 << 20  # of all texts, where a query counts with each document: a body need not be that large
-AT_ONCE = 64  # texts that are tokenised before it is looked whether somebody still waits
+AT_ONCE = 64  # texts that are tokenised before we look whether the client still waits
 NO_SAMPLING = SamplingParams(temperature=0.0)
 
 Floats = NDArray[np.float32]
@@ -36,7 +36,7 @@ Text = str | Sequence[int] | tuple[str, str]  # a text, its token ids, or a quer
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest:
-    """What a client asks for. None: not given."""
+    """A client's request for vectors, scores or classes. None: not given."""
 
     model: str | None
     texts: Sequence[Text]
@@ -98,7 +98,7 @@ async def embed(
 
 
 def _check(raw: EmbedRequest, pooling: Pooling, tokenizer: Tokenizer) -> None:
-    """Rules that need no tokens."""
+    """Checks the rules that need no tokens. Raises ApiError."""
     most, param = tokenizer.context_tokens - 1, raw.params[0].partition("[")[0] if raw.params else "input"
     if not raw.texts:
         raise bad_request(f"{param} is empty; send at least one text", param)
@@ -193,7 +193,7 @@ async def _run(
     served: ServedModel, wanted: Sequence[TokenizedRequest], arrived_s: float, key: Key, num_tokens: int,
     hold: Hold | None,
 ) -> list[Floats]:  # fmt: skip
-    """The first text that fails ends the others."""
+    """Computes a row of numbers for each text. The first text that fails ends the others."""
     rows: dict[int, Floats] = {}
     meters = [ChoiceMeter(served.metrics, arrived_s, one.owner, is_live=False) for one in wanted]
     held: Callable[[int], None] = lambda count: served.waiting.add(key.name, count)  # noqa: E731

@@ -21,7 +21,7 @@ PROCESSORS: Mapping[str, tuple[str, str]] = {
 
 
 def find_family(config: Mapping[str, Any]) -> str | None:
-    """Of the model that a config.json describes; None if it takes no images, or is not supported."""
+    """The family of the model that a config.json describes; None if it takes no images, or is not supported."""
     vision, kind = config.get("vision_config"), config.get("model_type")
     if not isinstance(vision, Mapping):
         return None

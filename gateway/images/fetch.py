@@ -25,7 +25,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]  # (host, port) -> addr
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:
-    """By the system's resolver."""
+    """Finds addresses of a host by the system's resolver. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 

@@ -53,7 +53,7 @@ class ReaderReady(msgspec.Struct, tag=True):
 
 
 class ReadImage(msgspec.Struct, tag=True):
-    """What the processor makes of an image."""
+    """An image as the processor has read it."""
 
     text: str  # in the placeholder's place
     rows: int  # of image tokens, where the processor counts them so; else 0

@@ -76,7 +76,7 @@ class Images:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The id of the process, while there is one."""
         return self._child.child.pid if self._child.child else None
 
     async def start(self) -> None:

@@ -28,7 +28,7 @@ NO_HAND_OFF = (
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A prefill worker's."""
+    """The load and the speed of a prefill worker."""
 
     tokens_waiting: int
     tokens_per_s: float  # 0: not measured
@@ -80,7 +80,7 @@ class MeasuredLocalPrefill(LocalPrefill):
 
 
 def choose_local_prefill(max_tokens: int | None) -> LocalPrefill:
-    """By --local-prefill-max-tokens."""
+    """The policy that --local-prefill-max-tokens asks for; None: by measured costs."""
     return MeasuredLocalPrefill() if max_tokens is None else LocalPrefill(max_tokens)
 
 

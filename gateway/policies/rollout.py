@@ -43,12 +43,12 @@ class Rollout(Revisions):
     _divided: tuple[Sequence[WorkerView], Mapping[str, float], tuple[Groups, Groups]] | None = None
 
     async def give(self, shares: Mapping[str, float]) -> None:
-        """An operator's shares, in place of those before."""
+        """Takes an operator's shares, in place of those before."""
         self.shares = shares
         await self.share(shares)
 
     def choose(self, workers: Sequence[WorkerView], key: str) -> Sequence[WorkerView]:
-        """Those that a new request may go to. `key`: its session or id. Empty: no revision with a share is complete."""
+        """The workers for a new request. `key`: its session or id. Empty: no revision with a share is complete."""
         if self._divided is None or self._divided[0] is not workers or self._divided[1] is not self.shares:
             self._divided = workers, self.shares, self._divide(workers)
         whole, spare = self._divided[2]
@@ -87,7 +87,7 @@ class Rollout(Revisions):
 
 
 def _draw(groups: Groups, key: str, shares: Mapping[str, float]) -> Sequence[WorkerView]:
-    """One of the groups that have a share: of exponential clocks the first to ring. So no session moves between two
+    """Draws a group that has a share: of exponential clocks the first to ring. So no session moves between two
     groups whose shares did not change."""
     if not shares:
         return groups.get(REST, ())
@@ -98,6 +98,6 @@ def _draw(groups: Groups, key: str, shares: Mapping[str, float]) -> Sequence[Wor
 
 
 def _draw_number(key: str, revision: str) -> float:
-    """In (0, 1)."""
+    """A number in (0, 1), the same for the same key and revision."""
     digest = blake2b(f"{revision} {key}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2**64

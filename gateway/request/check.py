@@ -1,4 +1,4 @@
-"""From a client's request to a prepared one, in two verbs: `check` before its prompts are encoded, `build` after."""
+"""Makes a client's request a prepared one, in two verbs: `check` before its prompts are encoded, `build` after."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -47,13 +47,13 @@ class Rules:
         return shown
 
     def warnings(self) -> Iterator[str]:
-        """About tools and form."""
+        """Warnings about tools and the answer's form."""
         yield from self.form.warnings if self.form else ()
         yield from self.tools.warnings if self.tools else ()
 
 
 def check(request: GenerateRequest, model: Prompts, key: Key, *, salts_by_key: bool) -> Rules:
-    """Cheap rules first. Raises ApiError."""
+    """Checks a request, cheap rules first. Raises ApiError."""
     cache_salt = key.salted(request.cache_salt) if salts_by_key else request.cache_salt
     priority = key.order(request.priority)
     num_answers = rules.check_choices(request)
@@ -105,7 +105,7 @@ def build(
     age_s: float,
     warnings: Sequence[str],
 ) -> PreparedRequest:
-    """All choices of the request. `name`: that the answer has as its model; `warnings`: about its prompts."""
+    """Builds all choices of the request. `name`: of the model, in the answer; `warnings`: about its prompts."""
     request, tokenizer = checked.request, model.tokenizer
     lengths = [rules.resolve_lengths(request, len(prompt.ids), tokenizer.context_tokens) for prompt in prompts]
     memos = [PromptMemo() for _ in prompts]
@@ -167,13 +167,13 @@ def _find_lowered(request: GenerateRequest, lengths: Sequence[tuple[int, int]]) 
 
 
 def _with_seed(checked: Rules, rank: int) -> SamplingParams:
-    """Without a given seed, equal prompts of one request get different ones."""
+    """Sampling parameters with a seed. If none is given, equal prompts of one request get different seeds."""
     given = "seed" in checked.request.sampling
     return replace(checked.sampling, seed=(checked.sampling.seed + rank) % 2**64 if given else secrets.randbits(63))
 
 
 def _find_grammar(checked: Rules, prompt: EncodedPrompt, controls: frozenset[str]) -> Grammar | None:
-    """Of answers to the prompt, which may begin inside reasoning."""
+    """The grammar of answers to the prompt, which may begin inside reasoning."""
     grammar, reasoning = checked.grammar, checked.reasoning
     if reasoning is None:
         return grammar

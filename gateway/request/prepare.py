@@ -1,4 +1,4 @@
-"""What REST and gRPC share: the served model, its options, and the way from a client's request to a prepared one."""
+"""The served model, its options, and the way from a client's request to a prepared one: shared by REST and gRPC."""
 
 import asyncio
 import time
@@ -115,14 +115,14 @@ class ServedModel(Prompts):
         return prepared
 
     def check_share(self, sharer: str, num_choices: int) -> None:
-        """No key fills the queue alone. Raises ApiError 429."""
+        """Refuses what exceeds a key's share, so that none fills the queue alone. Raises ApiError 429."""
         num_waiting, most = self.ring.load().num_waiting, self.options.max_queue
         mine = self.waiting.held_by(sharer) + num_choices
         if sharer and num_waiting and not is_fair(mine, num_waiting + num_choices, most):
             raise overloaded(f"your key has its share of the {most} places in the queue; try again in a moment")
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
-        """What a conversation has without effect on this model."""
+        """Warnings of options of a conversation that have no effect on this model."""
         if raw.max_reasoning_tokens is not None and not self.reasoning:
             yield f"{raw.max_reasoning_param} has no effect on this model"
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
@@ -180,12 +180,12 @@ class ServedModels:
         return found
 
     def new_turn(self, owner: str, num_bytes: int) -> LoopTurn:
-        """For reading and checking a request."""
+        """A turn at the event loop, for reading and checking a request."""
         return LoopTurn(self.offload.loop_turns, owner, num_bytes)
 
     @property
     def context_tokens(self) -> int:
-        """The longest context."""
+        """The longest context of all models, in tokens."""
         return max(one.tokenizer.context_tokens for one in self.models)
 
     def names(self, key: Key) -> Iterator[tuple[str, ServedModel]]:
@@ -195,7 +195,7 @@ class ServedModels:
         return ((name, one) for name, one in named if may_use(key, one, name))
 
     def load(self) -> Load:
-        """Of all models together."""
+        """The load of all models together."""
         loads = [one.ring.load() for one in self.models]
         return Load(
             sum(load.num_inside for load in loads),

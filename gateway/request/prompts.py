@@ -194,7 +194,7 @@ class Prompts:
             yield KeptPart(num_tokens if is_all else len(self.segments.encode(text[:end], salt)), mark.seconds)
 
     def _pack(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> list[bytes]:
-        """What `Templates.render` takes of a chat, twice if it has system messages that a template may refuse or leave
+        """Input of `Templates.render` for a chat, twice if it has system messages that a template may refuse or leave
         out: then with these first. Empty for other prompts."""
         chat = prompt.content
         if not isinstance(chat, Chat):

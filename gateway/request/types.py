@@ -38,7 +38,7 @@ class Chat:
 
     @property
     def images(self) -> list[ImagePart]:
-        """In order."""
+        """The images of all messages, in order."""
         contents = [message["content"] for message in self.messages if not isinstance(message["content"], str)]
         return [part for content in contents for part in content if isinstance(part, ImagePart)]
 
@@ -53,7 +53,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What answers must match, as the client wrote it."""
+    """The form that answers must have, as the client wrote it."""
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
     value: Any  # a schema as an object or as JSON text; an expression; a grammar; a list of texts
@@ -161,5 +161,5 @@ class PreparedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counts once."""
+        """The tokens of all prompts; each prompt counts once."""
         return sum(len(prompt.ids) for prompt in self.prompts)

@@ -35,7 +35,7 @@ class Admission:
 
     @contextmanager
     def inside(self, num_choices: int) -> Iterator[Admitted]:
-        """As EngineClient.admit. Where none wait, any number is let in."""
+        """Let a request in, as EngineClient.admit. Where none wait, any number of choices is let in."""
         if self.is_draining():
             raise not_ready(DRAINING)
         if self.num_waiting and self.num_waiting + num_choices > self._max_queue:
@@ -54,7 +54,7 @@ class Admission:
 
     @contextmanager
     def waits(self, admitted: Admitted | None = None) -> Iterator[None]:
-        """Around a choice's wait. `admitted`: of its request, the first time: it has counted there until now."""
+        """Count a choice while it waits. `admitted`: of its request, the first time: it has counted there until now."""
         if admitted is not None and admitted.num_unplaced:
             admitted.num_unplaced -= 1
         else:
@@ -67,7 +67,7 @@ class Admission:
 
     @contextmanager
     def cuttable(self) -> Iterator[None]:
-        """Around a wait for workers. Raises ApiError, 503, when cut off before or meanwhile."""
+        """Let `cut_off` end a wait for workers. Raises ApiError, 503, when it has, before or meanwhile."""
         if self._is_cut_off:
             raise not_ready(CUT_OFF)
         task = asyncio.current_task()

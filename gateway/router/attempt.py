@@ -128,7 +128,7 @@ class Attempt:
         )
 
     def _pack_source(self) -> kv_pb2.PageSource | None:
-        """For the worker that computes the prompt."""
+        """The worker that lends KV to the one that computes the prompt; None if none does."""
         placement = self._places.placement
         lender, tokens = placement.lender, placement.num_lent
         if lender is None:
@@ -190,7 +190,7 @@ class Attempt:
                 return tokens
 
     async def _next_event(self) -> SessionEvent:
-        """After the deadline what has arrived counts only if it is all of the answer: its reader may be slow."""
+        """Wait for an event. After the deadline one counts only if the whole answer is here: its reader may be slow."""
         while True:
             is_late = self._clock() >= self._request.due
             if self._session.inbox and (not is_late or self._session.is_over):
@@ -207,7 +207,7 @@ class Attempt:
         self._record.finish_prefill(prefilled.timing, self._clock())
 
     async def _take_delta(self, delta: decode_pb2.SessionDelta) -> Tokens:
-        """Raises AttemptFailed, or ApiError, where it reports trouble."""
+        """Read a delta. Raises AttemptFailed, or ApiError, where it reports trouble."""
         finish = delta.finish_reason
         timing = unpack_decode_timing(delta.timing) if finish else None
         self._record.add_tokens(len(delta.token_ids), timing, self._clock())
@@ -256,7 +256,7 @@ class Attempt:
         self._queue.remember(self._places, self._request, "decode")
 
     def _build_timing(self, decode: Timing) -> Timing:
-        """Of the whole request, from the decode worker's part. Where decode prefilled, it knows the prompt's times."""
+        """Times of the whole request, from the decode worker's. Where decode prefilled, it knows the prompt's times."""
         prompt, request = self._prefilled or decode, self._request
         return replace(
             decode,
@@ -296,7 +296,7 @@ async def _unpack_logprobs(messages: Sequence[decode_pb2.TokenLogprobs]) -> list
 
 
 def _join(held: Tokens | None, latest: Tokens | None) -> Tokens | None:
-    """Both, in one message."""
+    """Both parts as one; None if there is none."""
     if held is None or latest is None:
         return held or latest
     token_ids, logprobs = held.token_ids + latest.token_ids, held.logprobs + latest.logprobs

@@ -1,4 +1,4 @@
-"""What one attempt of a request did, and when: for traces. Pure.
+"""A record of what one attempt of a request did, and when: for traces. Pure.
 
 queued ──► placed ──► kv ──► first_token ──► ended
 """
@@ -12,7 +12,7 @@ Event = Literal["placed", "kv", "first_token"]  # kv: the prefill worker reporte
 
 
 class WorkerName(NamedTuple):
-    """Which worker, and since which start of it."""
+    """A worker, and its start: another start is another incarnation."""
 
     address: str
     incarnation: str
@@ -52,6 +52,6 @@ class AttemptRecord:
             self.events.setdefault("first_token", now)
 
     def close(self, now: float, reason: str = "", is_failure: bool = False) -> None:
-        """It ended, or was left. Later calls change nothing."""
+        """Note that it ended, or was left. Later calls change nothing."""
         if self.ended_s is None:
             self.ended_s, self.reason, self.is_failure = now, reason, is_failure

@@ -24,7 +24,7 @@ class Changes:
         self._followers.append(look)
 
     def mark(self) -> None:
-        """Something changed that followers may have to act on."""
+        """Note that something changed that followers may have to act on."""
         if not self._is_marked:
             self._is_marked = True
             asyncio.get_running_loop().call_soon(self._look)

@@ -36,7 +36,7 @@ class Overlap:
     coming: Sequence[Coming] = ()
 
     def find_worth(self, num_there: int) -> list[Coming]:
-        """Those for which a request waits whose first `num_there` tokens some worker has.
+        """The coming prompts for which a request waits whose first `num_there` tokens some worker has.
 
         When the other began, the shared part was long, and at least half of what the other computes: the request waits
         no longer than computing twice as much would take. It does not go on with half of the part, as all that wait
@@ -52,18 +52,18 @@ class Overlap:
         return num_there >= self.num_tokens and one.num_tokens - num_there >= LEAST_LENT
 
     def find_equal(self, num_tokens: int) -> list[Coming]:
-        """Those that have the same whole pages, which are so many tokens."""
+        """The coming prompts that have the same whole pages, which are `num_tokens` tokens."""
         return [one for one in self.coming if one.num_tokens == self.num_tokens == num_tokens]
 
 
 class ComingIndex:
-    """Owns what is coming, by its marks."""
+    """Owns the coming prompts, by their marks."""
 
     def __init__(self) -> None:
         self._coming: dict[PageKey, dict[Coming, None]] = {}  # mark |-> those that have it; none is empty
 
     def begin(self, keys: Sequence[PageKey], page_tokens: int, incarnation: str, num_there: int) -> Coming:
-        """`keys`: of the prompt's whole pages, at least one. What to `end`."""
+        """Add a prompt. `keys`: of its whole pages, at least one. Returns what to `end`."""
         marks = [keys[at] for at in _find_marks(len(keys), page_tokens)]
         one = Coming(marks, incarnation, len(keys) * page_tokens, num_there)
         for mark in marks:
@@ -71,7 +71,7 @@ class ComingIndex:
         return one
 
     def end(self, one: Coming) -> None:
-        """The KV is there, or will never be."""
+        """Remove a prompt: its KV is there, or will never be."""
         for mark in one.marks:
             having = self._coming[mark]
             del having[one]
@@ -79,7 +79,7 @@ class ComingIndex:
                 del self._coming[mark]
 
     def find(self, keys: Sequence[PageKey], page_tokens: int) -> Overlap:
-        """Changes nothing."""
+        """Find what a prompt shares with coming ones. Changes nothing."""
         if not keys or not self._coming:
             return Overlap()
         marks = _find_marks(len(keys), page_tokens)
@@ -90,7 +90,7 @@ class ComingIndex:
         return Overlap((last + 1) * page_tokens, list(self._coming[keys[last]]))
 
     def __len__(self) -> int:
-        """Marks in all."""
+        """The number of marks."""
         return len(self._coming)
 
 

@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class Prefilled(NamedTuple):
-    """The prefill worker has handed over all KV."""
+    """An event of a session: the prefill worker has handed over all KV."""
 
     timing: Timing  # the prefill worker's part
     prompt_logprobs: Sequence[TokenLogprobs]  # of all prompt tokens but the first, when asked for
@@ -67,7 +67,7 @@ class Session:
             self._woken.set_result(None)
 
     async def wait(self) -> None:
-        """Until `put` or `wake` is called."""
+        """Wait until `put` or `wake` is called."""
         self._woken = asyncio.get_running_loop().create_future()
         await self._woken
 
@@ -130,7 +130,7 @@ class DecodeClient(WorkerClient):
             await asyncio.sleep(RETRY_S)
 
     def _end_stream(self, detail: str) -> None:
-        """The worker ends the sessions of a stream with it."""
+        """Note the end of the stream, with which the worker ends its sessions."""
         self._stream = ""
         self._lose_all(f"{self.address} {detail}")
         self._mark()
@@ -162,7 +162,7 @@ class DecodeClient(WorkerClient):
             session.put(delta)
 
     def _lose_all(self, detail: str, is_stuck: bool = False) -> None:
-        """No open session gets any more; the one that has been silent for longest goes on first."""
+        """Fail all open sessions; the one that has been silent for longest goes on first."""
         for session in sorted(self._sessions.values(), key=lambda session: session.silent_since):
             if session.stream != self._stream:
                 session.on_over()
@@ -171,7 +171,7 @@ class DecodeClient(WorkerClient):
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def open_session(self, attempt: int, silent_since: float, on_over: Callable[[], None]) -> Session:
-        """`reserve` opens it on the worker. `on_over`: as in Session."""
+        """Make a session; `reserve` opens it on the worker. `on_over`: as in Session."""
         session = Session(next(self._handles), attempt, self._stream, silent_since, on_over)
         self._sessions[session.handle] = session
         return session

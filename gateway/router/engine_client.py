@@ -22,7 +22,7 @@ State = Literal["awake", "falling asleep", "asleep", "waking", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the whole answer must match. Compiled, and perhaps refused, by the decode worker."""
+    """A grammar that the whole answer must match. Compiled, and perhaps refused, by the decode worker."""
 
     kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
     text: str  # empty for json_object
@@ -48,7 +48,7 @@ class PromptImage:
 
 @dataclass(slots=True, eq=False)
 class PromptMemo:
-    """What the router has computed of a prompt, shared by the choices that answer it."""
+    """Values that the router has computed from a prompt, shared by the choices that answer it."""
 
     packed: bytes = b""
     # (adapter, weights, page_tokens, tokens after) |-> keys of its whole pages
@@ -57,7 +57,7 @@ class PromptMemo:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
-    """What to generate: one answer."""
+    """A request for one answer, in tokens."""
 
     request_id: str
     prompt_ids: tuple[int, ...]  # at least one
@@ -75,7 +75,7 @@ class TokenizedRequest:
     deadline_s: float | None = None  # its first token must come within so many seconds of its arrival
     call: str = ""  # id of the client's request, to which this is one of the answers; empty: `request_id`
     session: str = ""  # name of the conversation that it is a turn of; empty: unknown
-    owner: str = ""  # short name of whoever's share of the service it counts for
+    owner: str = ""  # short name of the key whose share of the service it counts for
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position
     kept: tuple[KeptPart, ...] = ()  # parts of the prompt that its client marks
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
@@ -107,7 +107,7 @@ class Admitted:
     notes: list[str] = field(default_factory=list)  # what it got less of than asked for, for the client
 
     def note(self, text: str) -> None:
-        """Once for all choices."""
+        """Add a note, once for all choices."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -123,7 +123,7 @@ class Load:
 
 
 class EngineClient(Protocol):
-    """Everything below the text."""
+    """The engine as the gateway sees it: everything below the text."""
 
     def admit(self, num_choices: int) -> AbstractContextManager[Admitted]:
         """Let a request into the queue with all its choices, or with none: once per request, around all of `generate`.
@@ -145,7 +145,7 @@ class EngineClient(Protocol):
         """
 
     def load(self) -> Load:
-        """Now, of this gateway's requests and all workers."""
+        """The load now, of this gateway's requests and all workers."""
 
     def readiness(self) -> str | None:
         """Why the service is not ready: the first obstacle to a request for the base model or any adapter.

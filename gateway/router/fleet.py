@@ -55,7 +55,7 @@ class Fleet:
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
         self.adapters = adapters or Adapters()
         self.adapters.on_change = self._wake_all
-        self.replaced: set[str] = set()  # fingerprints of weights: whoever has them gets others (scaling/weights.py)
+        self.replaced: set[str] = set()  # fingerprints of weights: workers with them get others (scaling/weights.py)
         self._index = KeyIndex()
         self.prefill: dict[str, PrefillClient] = {}
         self.decode: dict[str, DecodeClient] = {}
@@ -129,7 +129,7 @@ class Fleet:
                 log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
 
     def _adopt(self, worker: WorkerClient) -> None:
-        """It serves this part's model from now on."""
+        """Take a worker that serves this part's model from now on."""
         if isinstance(worker, PrefillClient):
             self.prefill[worker.address] = worker
         elif isinstance(worker, DecodeClient):
@@ -138,7 +138,7 @@ class Fleet:
         worker.replaced = self.replaced
 
     def _drop(self, worker: WorkerClient) -> None:
-        """It does not any more. No request runs there."""
+        """Remove a worker that serves it no more. No request runs there."""
         (self.prefill if worker.role == "prefill" else self.decode).pop(worker.address)
         self._compared.discard(worker.identity)
         self._looked_at.pop(worker, None)
@@ -185,7 +185,7 @@ class Fleet:
             self._serving[role] = is_serving
 
     def expect_outage(self) -> None:
-        """The workers are about to end on purpose: nothing is logged."""
+        """Log nothing when all workers end: they are about to, on purpose."""
         self._serving.clear()
 
     def _wake_all(self) -> None:

@@ -1,4 +1,4 @@
-"""What gateway/main.py adds to the router; each class here is what holds without it."""
+"""Interfaces of what gateway/main.py adds to the router; each class here is the default without it."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -10,23 +10,23 @@ from protos import worker_pb2, worker_pb2_grpc
 
 
 class WorkerAdapters:
-    """What one worker has of the adapters that requests name: none."""
+    """The adapters that one worker has loaded: none."""
 
     loaded: frozenset[str] = frozenset()  # digests
     has_slots = True  # it has refused none for want of a slot since its last status
     version = 0  # grows with each change of `loaded` that no status has shown yet
 
     def learn(self, status: worker_pb2.WorkerStatus, version: int) -> None:
-        """The worker's latest status. `version`: when it was asked for."""
+        """Take the worker's latest status. `version`: when it was asked for."""
 
     def forget(self, digest: str) -> None:
-        """It refused a request because it lacks the adapter."""
+        """Note that it refused a request because it lacks the adapter."""
 
     def follow(self, adapters: "Adapters") -> None:
-        """It is to have those of another model."""
+        """Load the adapters of another model from now on."""
 
     def wake(self) -> None:
-        """What it is to have has changed."""
+        """Note that the adapters that it is to have have changed."""
 
     def describe(self) -> dict[str, str]:
         """Name |-> "loaded", or why it is not."""
@@ -54,12 +54,12 @@ class Adapters:
     def link(
         self, address: str, stub: worker_pb2_grpc.WorkerStub, clock: Callable[[], float], mark: Callable[[], None]
     ) -> WorkerAdapters:
-        """Of a new worker. `mark`: called when it has loaded or unloaded one, or could not."""
+        """The adapters of a new worker. `mark`: called when it has loaded or unloaded one, or could not."""
         return WorkerAdapters()
 
 
 class Gate:
-    """Where requests wait for a model whose workers do not run now: they always do."""
+    """Where requests wait for a model whose workers do not run now. Here they always run."""
 
     name = ""
     state: State = "awake"
@@ -80,7 +80,7 @@ class Gate:
         return 0.0
 
     def inside(self) -> AbstractContextManager[None]:
-        """Around a request that was let in."""
+        """Count a request that was let in until the block ends."""
         return nullcontext()
 
     def describe(self) -> str:
@@ -98,7 +98,7 @@ class AnyAttempt(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     async def reserve(self) -> None:
-        """Raises AttemptFailed."""
+        """Reserve what it needs on its workers. Raises AttemptFailed."""
 
     async def next(self) -> Tokens:
         """The next tokens, or all that there is. Raises AttemptFailed, or ApiError at the request's deadline."""

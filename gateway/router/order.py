@@ -26,7 +26,7 @@ MAX_IDLE = 4096  # owners remembered that were served more than others and ask f
 
 
 class Waiting(Protocol):
-    """What waits."""
+    """An entry of Order: a request that waits."""
 
     request: Request
 
@@ -53,7 +53,7 @@ class Order(Generic[W]):
         self._passed = 0.0  # tokens of those placed since the oldest was
 
     def __iter__(self) -> Iterator[W]:
-        """In no particular order."""
+        """All that wait, in no particular order."""
         return chain(self._retries, *self._groups.values())
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Order(Generic[W]):
             insort(group, waiter, key=_silence)
 
     def remove(self, waiter: W) -> None:
-        """It waits no more, and gets no place."""
+        """Remove one that waits no more, and gets no place."""
         self._take(waiter)
         self._leave(waiter.request.wanted.owner)
 
@@ -129,7 +129,7 @@ class Order(Generic[W]):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def place(self, waiter: W, num_tokens: float) -> None:
-        """It has places, and will probably take so many tokens."""
+        """Note that it has places, and will probably take `num_tokens` tokens."""
         request = waiter.request
         if not request.is_retry:
             self._passed = 0.0 if waiter is self._find_oldest() else self._passed + num_tokens
@@ -139,7 +139,7 @@ class Order(Generic[W]):
         owner.served += num_tokens
 
     def leave_place(self, request: Request, num_more: float) -> None:
-        """It took `num_more` tokens beyond those of `place`, or fewer."""
+        """Note the end of a request that took `num_more` tokens beyond those of `place`; negative: fewer."""
         self._owners[request.wanted.owner].served += num_more
         self._passed += num_more
         self._leave(request.wanted.owner)

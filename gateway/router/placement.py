@@ -61,7 +61,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one request needs of workers, and what they probably have for it."""
+    """The needs of one request, and the KV that workers probably have for it."""
 
     num_missing: int  # positions whose KV it needs
     local_prefill: LocalPrefill = field(default_factory=LocalPrefill)
@@ -91,7 +91,7 @@ class Need:
 
 
 def score(view: WorkerView, need: Need) -> tuple[float, int, int, int, int]:
-    """What the request costs at the worker; at equal cost fewer waiting tokens are better, then more free pages.
+    """The cost of the request at the worker; at equal cost fewer waiting tokens are better, then more free pages.
 
     Cached pages are free. Of idle workers the one is better that evicts less, so that histories spread over all pools.
     """
@@ -106,7 +106,7 @@ def score(view: WorkerView, need: Need) -> tuple[float, int, int, int, int]:
 def find_candidates(
     workers: Sequence[WorkerView], keys: Sequence[PageKey], named: frozenset[str], draw: int
 ) -> Sequence[WorkerView]:
-    """Of many workers those that have most of a prompt, some that have room, and the `named` incarnations.
+    """Choose, of many workers, those that have most of a prompt, some with room, and the `named` incarnations.
 
     The best of DRAWN workers that are drawn has less load than most.
     """
@@ -161,7 +161,7 @@ def _find_lender(view: WorkerView, lenders: Sequence[WorkerView], need: Need) ->
 def _place_at(
     decode: WorkerView, workers: Sequence[WorkerView], lenders: Sequence[WorkerView], need: Need
 ) -> Placement | None:
-    """With the best prefill worker, or without; None while one is needed and none has room.
+    """Place it at `decode` with the best prefill worker, or without; None while one is needed and none has room.
 
     The decode worker prefills by itself what lies within its limit, the rest of a page behind cached ones, and what no
     compatible prefill worker is alive for if `no_prefill` is fallback. The worker that computes reads what it lacks

@@ -73,7 +73,7 @@ class Placer:
         return find_unusable(workers, name, request.adapter, request.computes, no_prefill)
 
     def find_usable(self, workers: Sequence[WorkerView], request: Request) -> Sequence[WorkerView]:
-        """Those that may serve it: which have its adapter, and its revision or the weights that it began with."""
+        """The workers that may serve it: with its adapter, and its revision or the weights that it began with."""
         workers = self._choose_revision(workers, request)
         if not (request.adapter or request.computes):
             return workers
@@ -160,16 +160,16 @@ class Placer:
         return self._coming.begin(keys, page_tokens, placement.decode.incarnation, num_there)
 
     def end(self, coming: Coming) -> None:
-        """The KV is there, or will never be."""
+        """End the wait of others for this KV: it is there, or will never be."""
         self._coming.end(coming)
 
     def remember(self, worker: WorkerView, request: Request) -> None:
-        """The worker has the KV of all the request's tokens but the last."""
+        """Note that the worker has the KV of all the request's tokens but the last."""
         if self._uses_cache:
             worker.keys.expect(request.page_keys(worker))
 
     def correct(self, worker: WorkerView, request: Request, num_cached: int) -> None:
-        """The worker has no more than the first `num_cached` tokens of the request."""
+        """Note that the worker has no more than the first `num_cached` tokens of the request."""
         worker.keys.correct(request.page_keys(worker)[num_cached // max(worker.page_tokens, 1) :])
 
     def _find_keys(self, workers: Sequence[WorkerView], request: Request) -> tuple[Sequence[PageKey], int]:
@@ -181,7 +181,7 @@ class Placer:
 
 
 def _find_stores(workers: Sequence[WorkerView]) -> dict[str, list[set[bytes]]]:
-    """Where KV is saved |-> the keys that each worker has there: all read them."""
+    """Where KV is saved |-> the keys that each worker has there. All workers with this store read them."""
     stores: dict[str, list[set[bytes]]] = {}
     for view in workers:
         if view.store:

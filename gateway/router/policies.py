@@ -1,4 +1,4 @@
-"""What decides beside load and cached prefixes; each class here is what holds without it. Pure.
+"""Policies beside load and cached prefixes; each class here is the default without one. Pure.
 
 gateway/policies/ has those of the service.
 """
@@ -13,7 +13,7 @@ class HomeFinder:
     """Which workers a session's turns go to, all else equal: any."""
 
     def find(self, session: str, workers: Sequence[WorkerView]) -> frozenset[str]:
-        """Incarnations."""
+        """Incarnations of the workers that the session's turns go to."""
         return frozenset()
 
 
@@ -21,7 +21,7 @@ class KeepTimes:
     """How long the KV of a session is worth keeping: as long as any other."""
 
     def expect(self, session: str, call: str, now: float) -> float:
-        """A request of the session comes. Seconds within which the next one probably does; 0: not known."""
+        """Note a request of the session. Returns seconds within which the next one probably comes; 0: not known."""
         return 0.0
 
 
@@ -29,7 +29,7 @@ class Revisions:
     """Which revision of the workers a new request goes to: any."""
 
     def choose(self, workers: Sequence[WorkerView], key: str) -> Sequence[WorkerView]:
-        """Those that a new request may go to. `key`: its session or id."""
+        """The workers that a new request may go to. `key`: its session or id."""
         return workers
 
     def explain(self, workers: Sequence[WorkerView]) -> str:
@@ -41,13 +41,13 @@ class Expectations:
     """How long requests wait and take, as others did: not at all, and as many tokens as they may."""
 
     def note_places(self, now: float, num_places: int, is_waited_for: bool) -> None:
-        """So many were given now; `is_waited_for`: requests wait for more."""
+        """Note that `num_places` were given now; `is_waited_for`: requests wait for more."""
 
     def note_answer(self, num_tokens: int) -> None:
-        """One ended."""
+        """Note that an answer ended after `num_tokens` tokens."""
 
     def expect_tokens(self, request: Request) -> float:
-        """Of its prompt, and of the rest of its answer."""
+        """Tokens that a request will probably take: of its prompt, and of the rest of its answer."""
         return request.num_missing + request.num_left
 
     def predict_wait_s(self, num_before: int, running: Iterable[Request], views: Sequence[WorkerView]) -> float:

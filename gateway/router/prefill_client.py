@@ -26,7 +26,7 @@ class PrefillClient(WorkerClient):
                 on_lost(lost)
 
     def _find_loss(self) -> AttemptFailed | None:
-        """What becomes of runs here; None while it answers and makes progress."""
+        """The failure of runs here; None while the worker answers and makes progress."""
         if (stall := self.find_stall()) is None:
             return None
         return AttemptFailed("lost", f"{self.address} {stall}", "prefill", is_stuck=self.find_silence() is None)

@@ -21,7 +21,7 @@ from wire.page_keys import PageKey
 
 
 class PlaceOwner(Protocol):
-    """What the queue needs of a WorkerClient."""
+    """A WorkerClient as the queue sees it."""
 
     role: Role
     address: str
@@ -30,13 +30,13 @@ class PlaceOwner(Protocol):
 
     @property
     def incarnation(self) -> str:
-        """Of the worker that would get a request."""
+        """The incarnation of the worker that would get a request."""
 
     def view(self) -> WorkerView:
-        """What a policy may know of it now."""
+        """The worker as policies see it now."""
 
     def release(self, is_refused: bool = False) -> None:
-        """A place there is free again."""
+        """Free a place there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +130,7 @@ class Queue:
         return len(self._waiting)
 
     def views(self) -> list[WorkerView]:
-        """Of all workers, each once."""
+        """Views of all workers, each once."""
         return [worker.view() for worker in self._find_workers() if not worker.duplicate_of]
 
     def _find_workers(self) -> Iterator[PlaceOwner]:
@@ -171,7 +171,7 @@ class Queue:
             self._end_coming(waiter.places)
 
     def _count(self, request: Request, places: Places) -> None:
-        """What the attempt took of its owner's share."""
+        """Count what the attempt took of its owner's share."""
         num_answer = len(request.emitted) - places.num_emitted
         num_prompt = request.num_missing - num_answer - places.placement.num_cached if places.is_reserved else 0
         if num_answer:
@@ -279,7 +279,7 @@ class Queue:
             self._refuse(waiter, not_ready(lacking.detail, lacking.code))
 
     def _place(self, waiter: Waiter, choice: Placement, views: Sequence[WorkerView]) -> Places:
-        """All that may fail comes first: then it still waits, and holds nothing."""
+        """Give it its places. All that may fail comes first: then it still waits, and holds nothing."""
         request = waiter.request
         num_tokens = self._forecast.expect_tokens(request) - choice.num_cached
         decode = self._workers[choice.decode.role][choice.decode.address]

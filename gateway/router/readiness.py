@@ -10,7 +10,7 @@ from runtime.config_parts import NoPrefill
 
 @dataclass(frozen=True, slots=True)
 class Unready:
-    """No worker can serve."""
+    """Why no worker can serve."""
 
     detail: str
     role: Role = "decode"  # whose workers are missing

@@ -1,4 +1,4 @@
-"""What an attempt makes of the gRPC error with which a worker ends its call. Pure, but for the types of gRPC."""
+"""Turns the gRPC error with which a worker ends a call into an attempt's failure. Pure, but for the types of gRPC."""
 
 from typing import Literal
 

@@ -87,7 +87,7 @@ class Request:
         self._prompt = memo.packed = memo.packed or _pack(self.wanted.prompt_ids)
 
     def hold_adapter(self, digest: str) -> None:
-        """Its adapter from now on. Raises ApiError if its answer began with another one."""
+        """Use this adapter from now on. Raises ApiError if its answer began with another one."""
         if self._began_with and digest != self._began_with:
             name = f"adapter '{self.wanted.adapter}'"
             why = f"{name} is {digest} now, and the answer began with {self._began_with}; ask again"
@@ -95,7 +95,7 @@ class Request:
         self.adapter = digest
 
     def name_computes(self, worker: WorkerView) -> str:
-        """As in `Tokens.computes`, if this worker computes them."""
+        """`Tokens.computes` of the answer's tokens, if this worker computes them."""
         base = self.computes or worker.computes
         return f"{base}{ADAPTER}{self.adapter}" if self.adapter else base
 
@@ -142,13 +142,13 @@ class Request:
 
     @property
     def retention(self) -> Retention | None:
-        """What of its KV is worth keeping; None: nothing more than others'."""
+        """The parts whose KV is worth keeping; None: none more than others'."""
         own = [KeptPart(ALL_TOKENS, self.keep_s)] if self.keep_s and self.queue_s < YIELDING_S else []
         parts = [*self.wanted.kept, *own]
         return Retention(self.wanted.owner, parts) if parts else None
 
     def end_late(self) -> ApiError:
-        """Its error when it is due."""
+        """The error of a request that is due."""
         return self.end_with(took_too_long() if self.due == self.deadline else missed_deadline())
 
     @property
@@ -158,7 +158,7 @@ class Request:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """What the present attempt reports of the prompt: nothing twice."""
+        """The prompt's log-probabilities that this attempt is to report, as in TokenizedRequest: nothing twice."""
         return None if self.is_prompt_scored else self.wanted.num_prompt_logprobs
 
     def believes(self, worker: WorkerView) -> bool:
@@ -166,7 +166,7 @@ class Request:
         return self.num_mistakes < MAX_MISTAKES and worker.incarnation not in self.mistaken
 
     def emit(self, token_ids: Sequence[int], worker: WorkerView, now: float) -> None:
-        """The client gets these tokens."""
+        """Note that the client gets these tokens."""
         self.emitted.extend(token_ids)
         if not self.computes and (self.emitted or self.is_prompt_scored):
             self.computes = worker.computes
@@ -235,7 +235,7 @@ class Request:
         return None
 
     def _look_on(self, detail: str, decode: str, now: float) -> ApiError | None:
-        """The worker was gone: nothing was tried, so only time counts."""
+        """Prepare for another attempt as the worker was gone: nothing was tried, so only time counts."""
         self.avoid.add(decode)
         if self.absent_since is None:
             self.absent_since = now

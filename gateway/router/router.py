@@ -164,7 +164,7 @@ class Router:
         request.hold_adapter(held.enter_context(adapters.hold(name)))
 
     async def _wait_for_places(self, request: Request) -> Waiter:
-        """Raises ApiError where the request gets none."""
+        """Wait until the request has places. Raises ApiError where it gets none."""
         began = self._clock()
         if request.resumes_at > began:
             await asyncio.sleep(request.resumes_at - began)

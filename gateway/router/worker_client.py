@@ -168,7 +168,7 @@ class WorkerClient:
         self._end_poll(self._between_s)
 
     def _miss(self, error: grpc.aio.AioRpcError) -> None:
-        """No answer. The reason is logged when it is new. Distrust does not go away by waiting."""
+        """Note a poll without an answer. Its reason is logged when it is new. Distrust does not go away by waiting."""
         distrust = rpc.find_distrust(error)
         silence = f"does not answer ({distrust or error.code().name})"
         if silence != self._silence and distrust is not None:
@@ -187,7 +187,7 @@ class WorkerClient:
         self._mark()
 
     def _judge(self) -> None:
-        """What follows from the last answer, or its absence, for work under way."""
+        """End work under way that is lost, by the last answer or its absence."""
 
     # -- what is known of it -----------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class WorkerClient:
         return find_stuck(self.status.step_age_s, self.status.step_predicted_s, self._stall_s)
 
     async def order(self, call: Callable[[worker_pb2_grpc.WorkerStub], Awaitable[T]]) -> T:
-        """What is not part of a request; this gateway will soon know what has changed. Raises AioRpcError."""
+        """Make a call that is not part of a request, and ask soon for what it has changed. Raises AioRpcError."""
         try:
             return await call(self._worker)
         finally:
@@ -245,11 +245,11 @@ class WorkerClient:
 
     @property
     def incarnation(self) -> str:
-        """Of the worker that would get a request."""
+        """The incarnation of the worker that would get a request."""
         return self.status.peer.incarnation
 
     def view(self) -> WorkerView:
-        """What a policy may know of it."""
+        """The worker as policies see it."""
         if self._view is None or self._clock() > self._view_until:
             silent_at = self._heard + self._heartbeat_s
             self._view_until = silent_at if self._clock() <= silent_at else float("inf")
@@ -312,7 +312,7 @@ class WorkerClient:
         self._mark()
 
     def refuse_adapter(self, digest: str, is_loaded: bool) -> None:
-        """It refused a request with this adapter, which it lacks, or for which it has no slot.
+        """Note that it refused a request with this adapter, which it lacks, or for which it has no slot.
 
         It then gets no other with this adapter, or with any, before its next answer, soon.
         """
@@ -328,7 +328,7 @@ class WorkerClient:
 
     @contextmanager
     def _doubting(self) -> Iterator[None]:
-        """Around a call. One that finds no worker: it gets no more work until it answers a poll, which comes soon."""
+        """Doubt the worker if a call in the block finds none: no more work until it answers a poll, soon."""
         try:
             yield
         except grpc.aio.AioRpcError as error:

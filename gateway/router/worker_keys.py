@@ -55,7 +55,7 @@ class ReportedKeys:
         self.keys: set[bytes] = set()  # their first bytes
 
     def learn(self, report: worker_pb2.KeyReport) -> tuple[list[bytes], list[bytes]]:
-        """(Keys lost, and gained.) One that does not follow the last one changes nothing but the next question."""
+        """Returns (keys lost, keys gained). A report that does not follow the last changes only the next question."""
         if report.since and report.since != self.number:
             self.number = 0
             return [], []
@@ -69,7 +69,7 @@ class ReportedKeys:
 
 
 class WorkerKeys:
-    """Those of one incarnation of a worker: in its pool, and in its files."""
+    """The page keys of one incarnation of a worker: in its pool, and in its files."""
 
     def __init__(self) -> None:
         self.incarnation = ""
@@ -80,7 +80,7 @@ class WorkerKeys:
         self.reset()
 
     def reset(self, incarnation: str = "") -> None:
-        """Nothing is known of this incarnation."""
+        """Start with another incarnation, of which nothing is known."""
         for keys in (self.pool.keys, self.files.keys, self._expected, self._asked):
             self.index.remove(self, keys)
         self.incarnation = incarnation
@@ -88,7 +88,7 @@ class WorkerKeys:
         self._expected, self._asked = set(), set()
 
     def ask(self) -> worker_pb2.StatusRequest:
-        """The question that is sent now."""
+        """Build the question that is sent now."""
         self._asked |= self._expected
         self._expected = set()
         if len(self._asked) > MAX_EXPECTED:
@@ -99,7 +99,7 @@ class WorkerKeys:
         )  # fmt: skip
 
     def learn(self, status: worker_pb2.WorkerStatus) -> None:
-        """The answer to the last question."""
+        """Take the answer to the last question."""
         if status.peer.incarnation != self.incarnation:
             self.reset(status.peer.incarnation)
         if status.HasField("saved_keys"):
@@ -119,13 +119,13 @@ class WorkerKeys:
         self.index.add(self, gained)
 
     def expect(self, keys: Sequence[PageKey]) -> None:
-        """The worker has these pages now, or is about to."""
+        """Note that the worker has these pages now, or is about to."""
         sent = [key[:SENT_KEY_BYTES] for key in keys]
         self._expected.update(sent)
         self.index.add(self, sent)
 
     def correct(self, keys: Sequence[PageKey]) -> None:
-        """It has none of these."""
+        """Note that the worker has none of these."""
         sent = [key[:SENT_KEY_BYTES] for key in keys]
         self._expected.difference_update(sent)
         self._asked.difference_update(sent)

@@ -1,4 +1,4 @@
-"""What the gateway knows of one worker at one moment: what policies see. Pure."""
+"""One worker at one moment, as the gateway knows it and policies see it. Pure."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,7 +10,7 @@ Role = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkCosts:
-    """What prompts cost on a decode worker (worker/chunks.py). Seconds are 0 before they are measured."""
+    """The costs of prompts on a decode worker (worker/chunks.py). Seconds are 0 before they are measured."""
 
     quiet_s: float = 0.0  # a step with answers alone
     fixed_s: float = 0.0  # what a chunk of any size adds to it
@@ -69,7 +69,7 @@ class WorkerView:
 
     @property
     def answers(self) -> bool:
-        """Whether what it makes is what clients get: tokens, or vectors."""
+        """Whether it makes what clients get: tokens, or vectors."""
         return self.role == "decode" or self.embeds
 
     @property

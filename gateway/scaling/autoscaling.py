@@ -24,7 +24,7 @@ MAX_GROWTH = 2  # times those alive: a burst, or a speed measured on small promp
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What one worker should have to do at most."""
+    """The most that one worker should have to do."""
 
     prefill_wait_s: float  # seconds of its own work that wait
     kv_usage: float  # share of its pages, and of its places
@@ -52,7 +52,7 @@ def advise(
 
 
 def _desired(known: Sequence[WorkerView], alive: Sequence[WorkerView], load: float | None, goal: float) -> int:
-    """At least one; while the load is not known, as many as there are."""
+    """The number of workers wanted: at least one; while the load is not known, as many as there are."""
     if load is None:
         return max(len(known), 1)
     up, down = ceil(load / goal), ceil(load / (CALM * goal))

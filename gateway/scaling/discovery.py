@@ -145,7 +145,7 @@ class Discovery:
 
 
 def _read_addresses(path: Path) -> tuple[set[str], str]:
-    """As `Discovery._look_up`."""
+    """Reads the addresses in a file. Returns what `Discovery._look_up` does."""
     try:
         check_file(path, MOST_FILE_BYTES)
         lines = [line.strip() for line in path.read_text().splitlines()]
@@ -159,7 +159,7 @@ def _read_addresses(path: Path) -> tuple[set[str], str]:
 
 
 def _srv_addresses(records: Iterable[SRV]) -> set[str]:
-    """Those of the lowest priority; the others are for when none of these is there, which gateways see by themselves.
+    """Addresses of the lowest priority number. The others are for when none of these is there, which gateways notice.
 
     The target "." says that the service is not offered.
     """

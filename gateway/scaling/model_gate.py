@@ -35,7 +35,7 @@ class ModelGate(Gate):
 
     @property
     def has_just_failed(self) -> bool:
-        """Later it is like asleep: nothing would wake it if readiness probes kept requests away for good."""
+        """Whether it just failed. Later it is like asleep, or readiness probes would keep requests away for good."""
         return self.state == "failed" and self._clock() - self._changed_at < UNREADY_S
 
     def describe(self) -> str:
@@ -75,7 +75,7 @@ class ModelGate(Gate):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Around a request that was let in."""
+        """Counts a request that was let in, until the block ends."""
         try:
             yield
         finally:
@@ -85,7 +85,7 @@ class ModelGate(Gate):
                 self._changes.mark()
 
     def change(self, state: State, reason: str = "") -> None:
-        """Those that wait go on, or get the error."""
+        """Changes the state; requests that wait then go on, or get the error."""
         if state == "awake" and self.state != "awake":
             self.awake_since = self.idle_since = self._clock()
         self.state, self.percent, self.reason, self._changed_at = state, 0, reason, self._clock()

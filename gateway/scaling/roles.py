@@ -26,7 +26,7 @@ BUSY = 0.3  # of all workers: with less demand they stay as they are
 
 
 class Seen(NamedTuple):
-    """What this gateway has counted and waits for."""
+    """Counts of this gateway: the work done so far, and what waits."""
 
     tokens_placed: float  # since its start: tokens of prompts that workers had to compute
     num_answering: int  # requests whose prompt is computed
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
 
 
 class Change(NamedTuple):
-    """An order for one worker."""
+    """The roles that one worker is to take."""
 
     incarnation: str
     roles: tuple[Role, ...]
@@ -75,7 +75,7 @@ class RoleBalance:
         return Change(least.incarnation, (short,))
 
     def _find_demand(self, alive: Sequence[WorkerView], seen: Seen, now: float) -> Mapping[Role, float]:
-        """In workers, with what waits."""
+        """The demand for each role in workers, with what waits."""
         passed_s = 0.0 if self._looked_at is None else now - self._looked_at
         speeds = [view.tokens_per_s for view in alive if view.tokens_per_s]
         speed = sum(speeds) / len(speeds) if speeds else 0.0

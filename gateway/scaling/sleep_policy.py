@@ -31,7 +31,7 @@ class ModelView:
 
 
 class Decision(NamedTuple):
-    """What is to be done now. Each set has names of models."""
+    """The models to put to sleep, to wake and to close now, by name."""
 
     sleep: tuple[str, ...]
     wake: tuple[str, ...]

@@ -54,7 +54,7 @@ class Sleepers:
         return self._fleet.parts.get(gate.name, self._fleet)
 
     def learn(self, event: ModelState) -> None:
-        """What has become of a model's workers."""
+        """Takes the new state of a model's workers."""
         gate = self._gates[event.model]
         if event.state == "waking":
             gate.percent = event.percent
@@ -110,7 +110,7 @@ class Sleepers:
             self._timer = asyncio.get_running_loop().call_later(max(min(times) - now, 0.001), self._fleet.changes.mark)
 
     def _leave(self, gate: ModelGate) -> None:
-        """Its workers are about to end, which is no outage."""
+        """Notes that the model's workers are about to end, which is not an outage."""
         part = self._part_of(gate)
         part.expect_outage()
         for worker in part.workers():

@@ -42,7 +42,7 @@ class WeightKeeper:
         fleet.changes.follow(self._look)
 
     def _find_workers(self) -> Sequence[WorkerClient]:
-        """Each once, whatever its roles. Raises ApiError without one that decodes."""
+        """The workers that are there, each once, whatever its roles. Raises ApiError if none decodes."""
         there = [one for one in self._fleet.workers() if one.status.peer.incarnation and one.find_stall() is None]
         there = [one for one in there if not one.is_leaving and not one.duplicate_of]
         if not any(one.role == "decode" for one in there):

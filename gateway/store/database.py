@@ -110,7 +110,7 @@ class TokenPart:
 
 @dataclass(slots=True)
 class Change:
-    """What is new of an answer."""
+    """A change of an answer, to be written."""
 
     answer: Answer
     is_new: bool  # it has no row yet
@@ -155,7 +155,7 @@ class Database:
         return found[::-1]
 
     def find_tokens(self, answer_id: str, choice: int = -1, begin: int = 0) -> list[TokenPart]:
-        """In order: all, or those of a choice from the one on that has its token `begin`, or is the last.
+        """Parts in order: all, or those of a choice from the one on that has its token `begin`, or is the last.
 
         A part that was there may have grown since, where its gateway has written it once more.
         """
@@ -169,7 +169,7 @@ class Database:
         return [TokenPart(*map(_plain, row)) for row in rows]
 
     def find_new(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[list[TokenPart], Status | None, bytes]]:
-        """Of each answer, choice and token: the choice's parts as `find_tokens` gives them, the answer's status (None:
+        """For each answer, choice and token: the choice's parts as `find_tokens` gives them, the answer's status (None:
         it is gone), and if it is over the whole answer: then the parts are all there are."""
         sql = f"SELECT status, CASE WHEN {_OPEN} THEN :none ELSE result END FROM answers WHERE id = :id"
         found: list[tuple[list[TokenPart], Status | None, bytes]] = []
@@ -226,19 +226,19 @@ class Database:
             self.do("UPDATE answers SET labels = :labels WHERE id = :id", id=answer_id, labels=labels)
 
     def ask_cancel(self, answer_id: str) -> None:
-        """The gateway that works on it will see that."""
+        """Asks to cancel an answer; the gateway that works on it will see that."""
         with self.transaction(is_written=True):
             self.do(f"UPDATE answers SET wants_cancel = 1 WHERE id = :id AND {_OPEN}", id=answer_id)
 
     def delete(self, answer_id: str) -> None:
-        """Whoever works on it finds that it is gone."""
+        """Deletes an answer; a gateway that works on it finds that it is gone."""
         with self.transaction(is_written=True):
             self._delete([answer_id])
 
     # -- what a gateway works on ------------------------------------------------------------------------------------
 
     def write(self, changes: Sequence[Change], gateway: str, lease_s: float) -> set[str]:
-        """All of them or none; once more changes nothing. Returns ids of answers that are not this gateway's any more:
+        """Writes all changes or none; a repeat changes nothing. Returns ids of answers that are not this gateway's now:
         nothing is written there."""
         with self.transaction(is_written=True), self._pipeline():
             for change in changes:
@@ -372,7 +372,7 @@ class Database:
 
     @contextmanager
     def transaction(self, *, is_written: bool = False) -> Iterator[None]:
-        """Around statements, all of which count or none. Raises StoreError."""
+        """Runs the statements of the block, all of which count or none. Raises StoreError."""
         try:
             if self._connection is None:
                 self._connection = self._connect()
@@ -389,7 +389,7 @@ class Database:
             raise StoreError(str(error).strip()) from error
 
     def _pipeline(self) -> AbstractContextManager[Any]:
-        """Around statements that do not wait for each other's results."""
+        """Sends the statements of the block without waiting for each one's result."""
         return self._connection.pipeline() if self._url else nullcontext()
 
     def _connect(self) -> Any:
@@ -434,7 +434,7 @@ class Database:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What either database raises."""
+    """The exceptions of both databases."""
     with suppress(ImportError):
         import psycopg
 

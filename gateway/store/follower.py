@@ -1,4 +1,4 @@
-"""What operators have said to one gateway, and all gateways with the same store are to know."""
+"""Carries what operators tell one gateway, by the store, to all gateways with the same store."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ class Follower(ABC):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """What the store has counts more than what this gateway was started with."""
+        """Takes what the store has, which counts more than what this gateway was started with; then follows it."""
         await self.exchange()
         self._task = asyncio.create_task(keep_running(self._run, "following other gateways"))
 

@@ -1,4 +1,4 @@
-"""Requests for answers that are kept: they are computed though nobody may listen, and read back."""
+"""Requests for answers that are kept: they are computed even if no client listens, and read back."""
 
 import asyncio
 import re
@@ -116,7 +116,7 @@ class AnswerKeeper:
             try:
                 await until_disconnect(request.receive, run.wait())
             except ClientDisconnect:
-                await run.stop()  # nobody knows its id
+                await run.stop()  # no client knows its id
                 raise
             if run.error is not None:
                 raise run.error
@@ -175,7 +175,7 @@ class AnswerKeeper:
         run = self.runs.running.get(answer_id)
         answer: Answer | None = None
         if run is not None and not (run.is_new or run.is_saved or self.runs.is_held()):
-            with suppress(StoreError, TimeoutError):  # without the store what is known here is told
+            with suppress(StoreError, TimeoutError):  # without the store we answer by what is known here
                 async with asyncio.timeout(LOOK_S):
                     await self._look_whether_lost(run)
         if run is not None and not run.is_lost:
@@ -240,7 +240,7 @@ class AnswerKeeper:
         return answer.result
 
     async def delete(self, kind: Kind, answer_id: str, key: Key) -> None:
-        """Raises ApiError."""
+        """Deletes an answer. Raises ApiError."""
         await self.find(kind, answer_id, key)
         await self.runs.delete(answer_id)
 
@@ -258,7 +258,7 @@ def _line_refusal() -> ApiError:
 
 
 class _Frame:
-    """Around the events of a stored answer, which say themselves how it ends."""
+    """The frame of a stored answer's stream, whose events say themselves how it ends."""
 
     ping, done = COMMENT_PING, b""
 

@@ -34,7 +34,7 @@ class StoredWriter(Protocol):
 
     @property
     def ended(self) -> tuple[Status, bytes] | None:
-        """At its end: its status, and the whole answer as JSON."""
+        """The status and the whole answer, as JSON, once it has ended; None before."""
 
     def begin(self) -> list[Event]:
         """Events that need no piece yet."""
@@ -84,11 +84,11 @@ class Place:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """What is taken next is the beginning of all events."""
+        """Starts over: the next events that are taken are the first of all."""
         self._num_passed = [0] * len(self._counts)
 
     def take(self, events: Sequence[Event]) -> bytes:
-        """Those that the client lacks, each with the numbers of the last events that it then has."""
+        """The events that the client lacks, each with the numbers of the last events that it then has."""
         shown: list[bytes] = []
         for choice, event in events:
             self._num_passed[choice] += 1
@@ -114,7 +114,7 @@ class Place:
 
 
 class _ResponseEvents:
-    """Of the Responses API: one choice, numbers in the events themselves."""
+    """Events of the Responses API: one choice, numbers in the events themselves."""
 
     end = ResponseWriter.done
 
@@ -146,7 +146,7 @@ class _ResponseEvents:
 
 
 class _ChatEvents:
-    """Of chats."""
+    """Events of chats."""
 
     end = AnswerWriter.end
 

@@ -21,7 +21,7 @@ MAX_WAITING = 256  # calls; more are refused
 
 
 class Line:
-    """Calls of one connection."""
+    """A thread with one connection to the database, which makes its calls in order."""
 
     def __init__(self, place: str | Path, name: str) -> None:
         """`place`: as in Database. `name`: of the thread."""
@@ -63,7 +63,7 @@ class Line:
 
 @contextmanager
 def for_clients() -> Iterator[None]:
-    """Around what a client's request needs of the store: raises ApiError instead of StoreError."""
+    """In this block, which a client's request needs, ApiError is raised instead of StoreError."""
     try:
         yield
     except StoreError as error:
@@ -71,7 +71,7 @@ def for_clients() -> Iterator[None]:
 
 
 def unavailable(error: StoreError) -> ApiError:
-    """For a client whose request cannot be answered without the store."""
+    """The error for a client whose request cannot be answered without the store."""
     _log.warning("a request needs the store of answers, which failed", reason=str(error))
     why = "the store of answers does not answer; try again in a moment"
     return ApiError(503, why, None, "store_unavailable", retry_after_s=1)

@@ -48,7 +48,7 @@ class Asked(msgspec.Struct):
 
     @property
     def is_kept(self) -> bool:
-        """Its client knows its id before its end, and may read it anywhere."""
+        """Whether its client knows its id before its end, and may read it anywhere."""
         return self.is_background or self.is_streamed
 
 
@@ -63,7 +63,7 @@ class Replays:
         self._served, self._reads = served, reads
         self._tail = Tail(reads)
         self._followers = Shared(MAX_FOLLOWERS)
-        self._metrics = RequestMetrics(CollectorRegistry(), 0.0)  # of answers that are only read: nobody's
+        self._metrics = RequestMetrics(CollectorRegistry(), 0.0)  # of answers that are only read: not exported
 
     async def find_history(self, answer_id: str, key: Key, *, waits: bool) -> list[Answer]:
         """The conversation that ends with an answer. `waits`: another gateway may be writing it. Raises ApiError."""
@@ -152,7 +152,7 @@ class Replays:
                         yield shown
 
     async def _read_all(self, answer: Answer, place: Place) -> Events:
-        """The same; some are empty."""
+        """Yields the same events; some are empty."""
         asked = msgspec.msgpack.decode(answer.asked, type=Asked)
         prepared, tokens = await self.prepare(answer, asked), StoredTokens(self._tail, answer)
         totals = prepared.totals
@@ -209,7 +209,7 @@ class _OpenChoices:
 
 
 def digest_of(job: PreparedRequest) -> bytes:
-    """Of all that workers get of its prompts."""
+    """A digest of all that workers get of a job's prompts."""
     digest = blake2b(digest_size=16)
     for prompt in job.prompts:
         digest.update(np.array(prompt.ids, np.int32).tobytes())

@@ -134,7 +134,7 @@ def _add_responses(router: APIRouter, enter: Callable[[], AnswerKeeper]) -> None
         limit: int = Query(20, ge=1, le=100),
         order: Order = "desc",
     ) -> Response:
-        """What the request of an answer had as its input, without the conversation before it."""
+        """Lists the input of a stored answer's request, without the conversation before it."""
         answer = await enter().find("responses", response_id, request.state.key)
         given = as_items(msgspec.json.decode(answer.body).get("input"))
         items = [_shown(item, f"{response_id}_{at}") for at, item in enumerate(given)]
@@ -187,7 +187,7 @@ def _add_chats(router: APIRouter, enter: Callable[[], AnswerKeeper]) -> None:
         limit: int = Query(20, ge=1, le=100),
         order: Order = "asc",
     ) -> Response:
-        """What the request of an answer to a chat had as its messages."""
+        """Lists the messages of the request that a stored answer to a chat belongs to."""
         answer = await enter().find("chat", completion_id, request.state.key)
         given = msgspec.json.decode(answer.body)["messages"]
         messages = [_shown_message(message, f"{completion_id}-{at}") for at, message in enumerate(given)]

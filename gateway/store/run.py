@@ -48,7 +48,7 @@ def singly(tokens: Tokens, stop_token_ids: frozenset[int]) -> Iterator[Tokens]:
 
 @dataclass(slots=True)
 class ChoiceTokens:
-    """What one choice has so far."""
+    """The tokens of one choice so far."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each, if requested
@@ -63,11 +63,11 @@ class ChoiceTokens:
 
     @property
     def tokens(self) -> Tokens:
-        """All of them."""
+        """All tokens so far, as one part."""
         return Tokens(tuple(self.ids), self.finish, tuple(self.logprobs))
 
     def take_part(self, choice: int) -> TokenPart | None:
-        """What the store lacks; None: nothing."""
+        """The tokens that the store lacks; None if it has all."""
         begin = self.num_saved
         ids = self.ids[begin:]
         if not ids and (self.finish is None or self.is_end_saved):
@@ -77,7 +77,7 @@ class ChoiceTokens:
 
 
 def join_parts(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceTokens]:
-    """What the store has of each choice."""
+    """Joins the parts in the store into the tokens of each choice."""
     choices = [ChoiceTokens() for _ in range(num_choices)]
     for part in parts:
         one = choices[part.choice]
@@ -89,12 +89,12 @@ def join_parts(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceToken
 
 
 def find_end(events: Sequence[Event]) -> Sequence[Event]:
-    """Those that end an answer, of its last events. A failed one may have two."""
+    """The events that end an answer. A failed one may have two."""
     return events[-2:] if events[-1][1].startswith(b"event: error\n") else events[-1:]
 
 
 class Run:
-    """Computes an answer until its end, though nobody may listen."""
+    """Computes an answer until its end, even if no client listens."""
 
     def __init__(
         self,
@@ -134,17 +134,17 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """No events will follow here."""
+        """Whether no more events will follow here."""
         return self.is_lost or self.answer.status not in RUNNING
 
     @property
     def end(self) -> bytes:
-        """What follows its last event."""
+        """The bytes that follow the last event."""
         return self._writer.end if self.answer.status in ("completed", "incomplete") else b""
 
     @property
     def is_saved(self) -> bool:
-        """The store has all of it, or is not to have it."""
+        """Whether the store has all of it, or is not to have it."""
         return self.is_lost or (not self.is_new and self.answer.status == self._saved_state[0] not in RUNNING)
 
     @property
@@ -158,7 +158,7 @@ class Run:
 
     async def _run(self) -> None:
         numbers = iter(range(len(self.choices)))
-        is_whole = not self.is_kept  # nobody reads it before its end
+        is_whole = not self.is_kept  # no client reads it before its end
         pieces = stream_choices(
             self._served, self.totals, lambda stream: self._follow(next(numbers), stream), is_whole=is_whole
         )
@@ -169,7 +169,7 @@ class Run:
                         self.choices[index].finish = self.choices[index].finish or piece.finish_reason
                     self._note(self._writer.events(index, piece))
         except ApiError as error:
-            if self.is_kept and not (self.is_new or self.is_held()):  # whoever has it now may do better
+            if self.is_kept and not (self.is_new or self.is_held()):  # the gateway that has it now may do better
                 self.is_lost = True
                 self._note([])
             else:
@@ -183,7 +183,7 @@ class Run:
             self._fail(ApiError(500, message, None, "internal_error"))
 
     async def _follow(self, choice: int, stream: AsyncGenerator[Tokens, None]) -> AsyncGenerator[Tokens, None]:
-        """What is kept of a choice, and then its stream."""
+        """Yields the tokens kept of a choice, then those of its stream, which it keeps."""
         kept, stops = self.choices[choice], self.totals.job.generations[choice].stop_token_ids
         async with aclosing(stream):
             for rank, one in enumerate(list(singly(kept.tokens, stops)), 1):
@@ -202,12 +202,12 @@ class Run:
 
     @property
     def is_refused(self) -> bool:
-        """It failed before its client learned of it."""
+        """Whether it failed before its client learned of it."""
         return self.error is not None and self._is_waited_for and not any(one.ids for one in self.choices)
 
     def _fail(self, error: ApiError) -> None:
         self.error = error
-        self.is_lost = self.is_refused and self.is_new  # then nobody needs it
+        self.is_lost = self.is_refused and self.is_new  # then no client needs it
         self._note(self._writer.failed(error))
 
     def _note(self, events: Sequence[Event]) -> None:
@@ -254,12 +254,12 @@ class Run:
                 await self._wait_changed()
 
     async def wait(self) -> None:
-        """Until it is over."""
+        """Waits until it is over."""
         while not self.is_over:
             await self._wait_changed()
 
     async def pause(self) -> None:
-        """No more tokens come; it is not over."""
+        """Stops the computation; the answer is not over."""
         if not self.is_over and self._task is not None:
             self._is_stopped = True
             self._task.cancel()
@@ -277,12 +277,12 @@ class Run:
 
     @property
     def has_news(self) -> bool:
-        """The store lacks something of it."""
+        """Whether the store lacks something of it."""
         state = self.answer.status, self.answer.computes
         return not self.is_saved and (self.is_new or state != self._saved_state or bool(self.num_unsaved))
 
     def take_change(self) -> tuple[Change, list[tuple[int, bool]]]:
-        """What the store lacks, and what to tell `mark_saved` when it has that."""
+        """The change that the store lacks, and the sizes for `mark_saved` once the store has it."""
         sizes = [(len(one.ids), one.finish is not None) for one in self.choices]
         parts = [one.take_part(choice) for choice, one in enumerate(self.choices)]
         state = self.answer.status, self.answer.computes

@@ -72,11 +72,11 @@ class Runs:
         self._tasks.append(asyncio.create_task(keep_running(self._clean, "deleting old answers")))
 
     def serve(self) -> None:
-        """Now the service can answer: go on with what others have left, too."""
+        """Begin to take over what others have left, as the service can answer now."""
         self._tasks.append(asyncio.create_task(keep_running(self._hold, "keeping leases")))
 
     async def drain(self) -> None:
-        """Another gateway goes on with the answers that can be read there, if there is one."""
+        """Leave the answers that clients can read elsewhere to another gateway, if there is one."""
         self._is_draining = True
         if self.num_others:
             await self._let_go([run for run in self.running.values() if run.is_kept])
@@ -108,7 +108,7 @@ class Runs:
             await run.stop(is_lost=True)
 
     async def insert(self, run: Run) -> None:
-        """Before it is promised. Raises ApiError; then it does not run, here or elsewhere."""
+        """Write the answer before it is promised. Raises ApiError; then it does not run, here or elsewhere."""
         try:
             await self.save()
             if run.is_new:
@@ -146,16 +146,16 @@ class Runs:
                 await asyncio.sleep(PAUSE_S)
 
     async def save(self) -> None:
-        """What is known here is in the store. Raises StoreError; then it is tried again later."""
+        """Writes to the store what it lacks. Raises StoreError; then it is tried again later."""
         async with self._writing:
-            for is_new in (True, False):  # ids are told when they are known
+            for is_new in (True, False):  # new ones first: clients wait for their ids
                 await self._write_all([run for run in self.running.values() if run.is_new is is_new and run.has_news])
             for answer_id, run in list(self.running.items()):
                 if run.is_over and run.is_saved:
                     del self.running[answer_id]
 
     async def _write_all(self, waiting: Sequence[Run]) -> None:
-        """Writes what the store lacks of them. Raises StoreError."""
+        """Writes what the store lacks of these answers. Raises StoreError."""
         for first in range(0, len(waiting), MOST_WRITTEN):
             taken = [(run, *run.take_change()) for run in waiting[first : first + MOST_WRITTEN]]
             try:
@@ -174,18 +174,18 @@ class Runs:
                     run.mark_saved(change, sizes)
 
     def _drop_oldest(self) -> None:
-        """What a store that fails lacks is bounded."""
+        """Bounds what is held for a store that fails: drops the oldest answers that are over."""
         over = [answer_id for answer_id, run in self.running.items() if run.is_over]
         for answer_id in over[: max(len(over) - MOST_UNSAVED, 0)]:
             _log.warning("an answer is lost: the store of answers has failed for too long", answer=answer_id)
             del self.running[answer_id]
 
     def wake(self) -> None:
-        """There is something to write soon."""
+        """Notes that there is something to write soon."""
         self._due.set()
 
     def is_held(self) -> bool:
-        """No other gateway can have taken what this one has."""
+        """Whether no other gateway can have taken what this one has."""
         return time.monotonic() < self._held_until
 
     @property

@@ -18,7 +18,7 @@ LOOK_S = 0.2  # between two looks at answers that grow
 
 
 class Wanted(NamedTuple):
-    """How far somebody has read."""
+    """How far a reader has read a choice."""
 
     answer: str
     choice: int
@@ -26,7 +26,7 @@ class Wanted(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What there is behind a place."""
+    """The rest of a choice behind a place, as the store has it."""
 
     tokens: ChoiceTokens
     status: Status | None  # of the answer; None: it is gone
@@ -42,11 +42,11 @@ class Tail:
         self._looking: asyncio.Task[None] | None = None
 
     async def look(self, place: Wanted) -> Found:
-        """What is there now, perhaps nothing new. Raises StoreError."""
+        """Reads what is there now, perhaps nothing new. Raises StoreError."""
         return (await self._find([place]))[place]
 
     async def wait(self, place: Wanted) -> Found:
-        """What is there at the next look that finds something new."""
+        """Waits for the next look that finds something new, and returns that."""
         future: Future[Found] = asyncio.get_running_loop().create_future()
         self._waiting[future] = place
         if self._looking is None or self._looking.done():
@@ -57,7 +57,7 @@ class Tail:
             del self._waiting[future]
 
     async def _look_on(self) -> None:
-        """As long as anybody waits."""
+        """Looks again and again while any reader waits."""
         while self._waiting:
             await asyncio.sleep(LOOK_S)
             waiting = dict(self._waiting)
@@ -92,7 +92,7 @@ class Tail:
 
     @staticmethod
     def _cut(place: Wanted, parts: Sequence[TokenPart], status: Status | None, result: bytes) -> Found:
-        """What is behind the place; an end that is about to be written, with the whole answer, is not there yet."""
+        """The rest behind the place, without an end that is about to be written with the whole answer."""
         all_of_it = join_parts([replace(part, choice=0) for part in parts], 1)[0]
         begin = place.num_read - parts[0].first if parts else 0
         if all_of_it.finish and status in RUNNING:

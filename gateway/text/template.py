@@ -20,7 +20,7 @@ class TemplateRefusalError(Exception):
 
 
 class Conversation(msgspec.Struct):
-    """What a template is given."""
+    """The input of a template."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -39,7 +39,7 @@ class ChatTemplate(msgspec.Struct):
     max_bytes: int  # of what it renders
 
     def compile(self) -> None:
-        """So that the first conversation does not wait. A template that does not compile refuses all of them."""
+        """Compiles, so that the first chat does not wait. A template that does not compile refuses all of them."""
         for source in (self.plain, self.with_tools):
             with suppress(jinja2.TemplateError, RecursionError, MemoryError):
                 render_jinja_template(conversations=[], chat_template=source)

@@ -42,7 +42,7 @@ class Templates:
 
     @property
     def pid(self) -> int | None:
-        """Of the process."""
+        """The id of the process; None while there is none."""
         return self.child.pid if self.child else None
 
     def add(self, template: ChatTemplate) -> int:

@@ -47,7 +47,7 @@ _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
 
 class Tried(msgspec.Struct):
-    """What the chat template made of samples, in a fork with limits."""
+    """Results of the chat template on samples, rendered in a fork with limits."""
 
     prints_texts: bool  # see `Tokenizer.conversation`
     sample: str  # two turns
@@ -112,13 +112,13 @@ class Tokenizer:
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """The same of several texts. Raises ApiError if a regular expression of the tokenizer gives up."""
+        """As `encode`, for several texts. Raises ApiError if a regular expression of the tokenizer gives up."""
         return [one.ids for one in self._encode_batch(texts, add_special_tokens=add_special_tokens)]
 
     def _encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Any]:
         try:
             encoded: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except BaseException as error:  # pyo3's PanicException, which cannot be imported, is no Exception
+        except BaseException as error:  # pyo3's PanicException, which cannot be imported, is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
             why = f"the model's tokenizer cannot read this text: {error}"
@@ -145,7 +145,7 @@ class Tokenizer:
         return list(self._backend.get_added_tokens_decoder().values())
 
     def patterns(self) -> list[str]:
-        """All texts in what normalises and splits, regular expressions included."""
+        """All texts in the normalizer and the pre-tokenizer, regular expressions included."""
         parts = [part for part in (self._backend.normalizer, self._backend.pre_tokenizer) if part is not None]
         return sorted(set(_texts_in([msgspec.json.decode(part.__getstate__()) for part in parts])))
 
@@ -158,7 +158,7 @@ class Tokenizer:
         self.eos_token_ids |= {self._backend.token_to_id(text) for text in texts if self.has_token(text)}
 
     def _find_template(self, tools: Sequence[Any] = ()) -> str:
-        """Its source; empty if there is none."""
+        """The source of the chat template; empty if there is none."""
         try:
             return str(self._hf.get_chat_template(tools=tools or None))
         except ValueError:
@@ -174,7 +174,7 @@ class Tokenizer:
         return Tried(prints_texts, self._render_if_taken(turns), probes)
 
     def _render_if_taken(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Empty if the template refuses them, or there is none."""
+        """The text of a conversation; empty if the template refuses it, or there is none."""
         try:
             return self.render_chat(messages, tools=tools) if self.chat_templates else ""
         except TemplateRefusalError:
@@ -190,9 +190,9 @@ class Tokenizer:
         is_open: bool = False,
         shown: Sequence[str] = (),
     ) -> Conversation:
-        """What the template is given, to render the text of a conversation up to the start of the answer.
+        """Builds the input of the template to render the text of a conversation up to the start of the answer.
 
-        A content is a text, or a list of texts and images; anything but a text is one.
+        A content is a text, or a list of texts and images; anything but a text is an image.
 
         `options`: variables from tools/template_options.py; the template gets those that it names. Without
         `add_generation_prompt` the text ends with the last message. `is_open`: it ends inside the last message, an

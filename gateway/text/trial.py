@@ -27,13 +27,13 @@ SAMPLES = (*"a \n0A._é▁日🙂ﷺ\u200d", "a!", "a ", "aA", "a1", "The quick 
 
 
 class Usable(msgspec.Struct, tag=True):
-    """It can."""
+    """The tokenizer can be used."""
 
     tried: Tried
 
 
 def load_tokenizer(folder: Path, max_context_tokens: int | None = None) -> Tokenizer:
-    """A Tokenizer of a folder by anybody. ValueError or OSError name the file that cannot be used."""
+    """A Tokenizer of a folder that is not trusted. ValueError or OSError name the file that cannot be used."""
     check_folder(folder)
     fork = Fork(LIMITS, lambda _: _try(folder, max_context_tokens))
     answer = fork.ask_now()
@@ -62,7 +62,7 @@ def _try(folder: Path, max_context_tokens: int | None) -> Usable | Refused:
 
 
 def _own_samples(tokenizer: Tokenizer) -> list[str]:
-    """Its patterns and replacements, and their characters: those that multiply or backtrack name what they do it to."""
+    """The tokenizer's patterns, and their characters: patterns that multiply or backtrack name what they do it to."""
     texts = tokenizer.patterns()
     return [*sorted({char for text in texts for char in text})[:MOST_OWN_CHARS], *texts[:MOST_OWN_CHARS]]
 

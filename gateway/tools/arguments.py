@@ -116,7 +116,7 @@ class ArgumentReader:
             self._overflow()
 
     def _take(self, pattern: Any) -> Reading[Any]:
-        """What matches here, once more text cannot make it match in another way; else None, and nothing is taken."""
+        """Takes what matches here, once more text cannot make it match in another way; else None, taking nothing."""
         while True:
             found = pattern.match(self._held, self._at, partial=True)
             if found is not None and not found.partial and found.end() <= len(self._held) - self._is_last:
@@ -137,7 +137,7 @@ class ArgumentReader:
         return True
 
     def _space(self) -> Reading[None]:
-        """All whitespace here."""
+        """Takes and writes all whitespace here."""
         while True:
             found = _SPACES.match(self._held, self._at)
             self._move(found.end())
@@ -155,7 +155,7 @@ class ArgumentReader:
     # Arguments.
 
     def _members(self, types_of: Callable[[str], Collection[str]]) -> Reading[bool]:
-        """All arguments of a call, whose opening bracket is taken in Python. `types_of`: an argument's, by name."""
+        """Reads a call's arguments, whose opening bracket is taken in Python. `types_of`: by the argument's name."""
         if self._format.style == "xml":
             return (yield from self._parameters(types_of))
         if self._format.style == "python":
@@ -164,7 +164,7 @@ class ArgumentReader:
         return (yield from self._mark("{")) and (yield from self._listed("}", lambda: self._member(1)))
 
     def _parameters(self, types_of: Callable[[str], Collection[str]]) -> Reading[bool]:
-        """In XML."""
+        """Reads arguments written in XML."""
         own = self._format.writing
         assert own is not None
         tags = _tags(own, self._format.end.strip().partition("\n")[0])
@@ -270,7 +270,7 @@ class ArgumentReader:
         return key
 
     def _string(self, quote: str) -> Reading[str]:
-        """What follows the quote, up to the next one. Returns it as JSON; "" if it is malformed."""
+        """Reads a string behind its quote, up to the next one. Returns it as JSON; "" if it is malformed."""
         style = "json" if self._format.style == "xml" else self._format.style
         parts = ['"']
         self._write('"')

@@ -30,7 +30,7 @@ _MAX_BUDGET = 2**31 - 1  # of xgrammar
 def call_grammar(
     use: ToolUse, answer: Grammar | None = None, budgeted: ReasoningFormat | None = None
 ) -> Grammar | None:
-    """What the whole answer must match; None if it is free. `answer`: what it must match unless it calls.
+    """The grammar of a whole answer; None if it is free. `answer`: its grammar unless it calls.
 
     Arguments fit a tool's schema when a call is required, or the tool is strict; otherwise they are any object.
     `budgeted`: reasoning is bounded, so text never holds its markers, and has a grammar, too.
@@ -108,7 +108,7 @@ def after_reasoning(
 
 
 def in_dialect(answer: Grammar, dialect: str) -> Grammar:
-    """What an answer must match that calls nothing, as its model writes answers."""
+    """The grammar of an answer that calls nothing, as its model writes answers."""
     row = FORMATS.get(dialect, PLAIN)
     return _grammar(_content(row, _answer_node(answer)), answer.param) if row.answer_begin else answer
 
@@ -134,12 +134,12 @@ def _call(row: Format, tool: Tool, is_exact: bool) -> _Node:
 
 
 def _nodes(text: str) -> list[_Node]:
-    """Of a text with places; a place is neither first nor last."""
+    """The nodes of a text with places; a place is neither first nor last."""
     return [_PLACES.get(part) or _const(part) for part in re.split(f"([{SPACE}{NUMBER}])", text)]
 
 
 def _content(row: Format, node: _Node) -> _Node:
-    """What is no call, with the model's tokens around it."""
+    """The node of an answer that is not a call, with the model's tokens around it."""
     if row.answer_end:  # the prompt may have written the one, and the answer may end without the other
         return _sequence(_optional(_const(row.answer_begin)), node, _optional(_const(row.answer_end)))
     return _sequence(_const(row.answer_begin), node) if row.answer_begin else node

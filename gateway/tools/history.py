@@ -27,7 +27,7 @@ def join_parts(parts: Iterable[Any]) -> Any:
 
 
 def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """One of a message's `tool_calls`."""
+    """A call, as templates have it in a message's `tool_calls`."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -141,7 +141,7 @@ def fit_reasoning(message: Message, template: str) -> Message:
 
 @lru_cache(maxsize=64)
 def _find_key(template: str) -> str | None:
-    """What the template calls the reasoning of a message."""
+    """The template's name of the reasoning of a message; None if it reads none."""
     return next((key for key, pattern in _REASONING_KEYS.items() if pattern.search(template)), None)
 
 
@@ -159,12 +159,12 @@ def _without_reasoning(message: Message) -> Message:
 
 
 def later_system_texts(messages: Sequence[Message]) -> list[str]:
-    """What the system says after the first message, which some templates drop or refuse."""
+    """The texts of system messages after the first message, which some templates drop or refuse."""
     return [message["content"] for message in messages[1:] if message["role"] in _SYSTEM]
 
 
 def system_first(messages: Sequence[Message]) -> list[Message]:
-    """For such templates: the system's messages at the start are one, and later ones are the user's, marked.
+    """The messages for such templates: the system's at the start are one, and later ones are the user's, marked.
 
     These join the user's message before or after them, as many templates require turns to alternate.
     """

@@ -82,7 +82,7 @@ def check_enforced(
 
 
 def find_unenforced(schema: Schema, comparisons: Comparisons | None = None) -> str | None:
-    """What is not enforced, and where, such as "'uniqueItems' at #/properties/a"; None: all is."""
+    """Finds what is not enforced, and where, such as "'uniqueItems' at #/properties/a"; None: all is."""
     facts = _Facts(schema, comparisons or Comparisons())
     left: list[tuple[tuple[str, ...], Schema]] = [((), schema)]
     while left:
@@ -106,7 +106,7 @@ def as_object(schema: Schema) -> Schema:
 
 
 class _Shown(NamedTuple):
-    """What a schema shows of its values without a search."""
+    """Facts that a schema shows of its values without a search."""
 
     types: frozenset[str]  # all of them if it does not show any
     values: frozenset[str] | None  # those that it lists, as JSON that is equal for equal values: 1 and 1.0, not true
@@ -114,7 +114,7 @@ class _Shown(NamedTuple):
 
 
 class _Facts:
-    """Of the schema `root` and the parts in it. `root` must not change meanwhile.
+    """Facts about the schema `root` and the parts in it. `root` must not change meanwhile.
 
     Clients write schemas: each part is read once, however many references lead to it, and comparisons are limited.
     """
@@ -152,7 +152,7 @@ class _Facts:
         return self._shown[id(schema)]
 
     def find_in_pattern(self, pattern: str | None) -> str | None:
-        """What an expression has that cannot be followed. One that is none is refused by the decode worker."""
+        """The part of an expression that cannot be followed. An invalid expression is refused by the decode worker."""
         if pattern is not None and pattern not in self._patterns:
             self._comparisons.num_left -= 3 * len(pattern)  # takes 1 us per character
             if self._comparisons.num_left < 0:
@@ -193,12 +193,12 @@ class _Facts:
 
 
 def _widened(types: frozenset[str]) -> frozenset[str]:
-    """With the types that others include."""
+    """The types, with those that they include."""
     return types | {"integer"} if "number" in types else types
 
 
 def _plain(value: object) -> object:
-    """With whole numbers as such."""
+    """The value, with whole numbers as integers."""
     match value:
         case float() if value.is_integer():
             return int(value)
@@ -215,7 +215,7 @@ def _mapping(value: object) -> Schema:
 
 
 def _texts(value: object) -> list[str]:
-    """Those of a list."""
+    """The texts in a list."""
     return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 

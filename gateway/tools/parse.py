@@ -280,7 +280,7 @@ class CallParser(ArgumentReader):
         return self._end(call, (yield from self._arguments(call)))
 
     def _object(self) -> Reading[bool]:
-        """One call as an object with a name and arguments."""
+        """Reads one call, an object with a name and arguments."""
         call = _Call()
         yield from self._space()
         is_whole = (yield from self._mark("{")) and (yield from self._listed("}", lambda: self._field(call)))

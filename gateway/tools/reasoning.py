@@ -234,7 +234,7 @@ class ReasoningReader:
         return certain
 
     def _take_certain(self) -> str:
-        """What is held, without what may be the end marker and the newlines before it."""
+        """Takes what is held, but not what may be the end marker and the newlines before it."""
         marker = self._format.end
         sizes = range(len(marker) - 1, 0, -1)
         num_begun = next((size for size in sizes if self._held.endswith(marker[:size])), 0)
@@ -259,7 +259,7 @@ class ChannelReader:
         self._kind = kinds[start]  # of the message that is read; "": a header is due
         self._is_after_analysis = False
         self._held = ""
-        self._num_read = 0  # characters, of which those in `_taken` are no content
+        self._num_read = 0  # characters, of which those in `_taken` are not content
         self._taken: list[range] = []
         self.num_taken = 0
         self.phase: Phase | None = None

@@ -36,7 +36,7 @@ class Tool:
         return {"type": "object", "properties": {}} if self.parameters is None else as_object(self.parameters)
 
     def as_template_input(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool as chat templates take it."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.schema)}}
 
@@ -51,7 +51,7 @@ class NamedChoice:
 
 @dataclass(frozen=True, slots=True)
 class AllowedChoice:
-    """These tools may be called, or one of them must be."""
+    """A client's choice of tools: these may be called, or one of them must be."""
 
     names: Sequence[str]
     mode: Literal["auto", "required"]

@@ -42,7 +42,7 @@ def argument_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def _ends(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What decides behind references and choices; {} where that is not known, or takes too long."""
+    """Yields the schemas that decide, behind references and choices; {} where not known, or if it takes too long."""
     left, seen = [schema], set[int]()
     while left:
         part = left.pop()

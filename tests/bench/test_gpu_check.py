@@ -15,6 +15,7 @@ from bench.gpu_check import BEGIN, DOCUMENT, END, PARTS, Part, main, replace_tab
 from bench.gpu_checks import attention, engine, ipc, sampling, speed
 from bench.gpu_checks.card import MissedError, choose_scale, require
 from bench.gpu_checks.speed import compare_to_reading
+from decode_worker.step_extras import DraftsAndMasks
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.cuda import flashinfer as backend_module
@@ -23,7 +24,6 @@ from tests.support.cross_compile import IS_NIGHTLY
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.flashinfer_doubles import Decode, Prefill
 from tests.support.pool_process import COMMAND, build_pool
-from worker import loop as worker_loop
 
 CPU = torch.device("cpu")
 SERVICES = ("defaults", "service", "deaths", "two GPUs")  # parts that start whole services
@@ -144,7 +144,7 @@ def test_captured_steps_are_checked_with_doubles_of_flashinfer_too(monkeypatch: 
 
 
 def test_wrong_tokens_of_a_step_ahead_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_loop, "_accept", lambda step, tokens: tokens)  # all drafts
+    monkeypatch.setattr(DraftsAndMasks, "accept", lambda self, step, tokens: range(len(tokens)))  # all drafts
     with pytest.raises(AssertionError, match="differ from eager ones"):
         engine.check_ahead(CPU)
 

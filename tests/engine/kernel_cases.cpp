@@ -140,7 +140,7 @@ template <class Page> static void run_attention(int math, std::vector<Page> (*ma
     std::vector<Page> value = make(21 * 2 * dim, 1), out(21 * 4 * dim);
     const float sinks[] = {-1, 0, 1, 8};
     for (auto [window, softcap] : {std::pair<int64_t, float>{1000, 0}, {30, 0}, {30, 3}}) {
-        paged::BatonBatch batch{pool.data(), cu_seqlens_q, seq_lens, page_table, slots.data(), blocks, 5,
+        paged::BatonBatch batch{pool.data(), cu_seqlens_q, seq_lens, page_table, slots.data(), blocks, nullptr, 5,
                                 21, 4, 8, 4 * run, 2 * run, 0, run, 4, 2, 16, dim, dim, 0.2f, softcap};
         paged::BatonLayer layer{query.data(), key.data(), value.data(), out.data(), 4 * dim, dim, 2 * dim, dim, 2 * dim,
                                 dim, 0, window, softcap > 0 ? sinks : nullptr};

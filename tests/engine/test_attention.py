@@ -102,6 +102,33 @@ def test_values_that_are_part_of_the_keys(
     check_against_truth(Problem(lens, (num_heads, 1), head_dim, page_tokens, dtype, value_dim))
 
 
+TREE = (0, 0, 1, 1, 3, 2, 0, 7, 7)  # parents of drafts
+
+
+def bits_of(parents: tuple[int, ...]) -> list[int]:
+    bits = [1]
+    for index, parent in enumerate(parents, 1):
+        bits.append(bits[parent] | 1 << index)
+    return bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_a_trees_tokens_see_what_was_before_and_their_ancestors(softcap: float, dtype: torch.dtype) -> None:
+    """Across pages and tiles, and beside others, whose bits stay the same."""
+    lens = [(1, 33), (10, 70), (40, 45), (10, 10), (10, 131), (1, 500)]
+    problem = Problem(lens, (8, 2), 64, 16, dtype)
+    problem.shape = replace(problem.shape, softcap=softcap)
+    plain = [problem.run(backend)[0] for backend in backends(problem.shape, dtype)]
+    ancestors = [bit for query, _ in lens for bit in (bits_of(TREE) if query == 10 else [0] * query)]
+    problem.batch = replace(problem.batch, ancestors=torch.tensor(ancestors, dtype=torch.int32))
+    check_against_truth(problem)
+    others = problem.batch.ancestors == 0
+    for backend, expected in zip(backends(problem.shape, dtype), plain, strict=True):
+        found = problem.run(backend)[0]
+        assert torch.equal(found[others], expected[others]) and not torch.equal(found, expected), backend.name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("softcap", "has_sinks", "window"), [(2.0, False, 16), (0.0, True, None), (2.0, True, 129)])
 def test_softcap_and_sinks(window: int | None, softcap: float, has_sinks: bool, dtype: torch.dtype) -> None:

@@ -52,7 +52,8 @@ def test_drafts_change_no_token_and_a_head_that_knows_is_right(live: tuple[str, 
     def ask(speculation: str, temperature: float, index: int) -> tuple[list[int], int, int]:
         with grpc.insecure_channel(service.grpc_address) as channel:
             told = Surface(channel).ask_one(
-                prompts[index], max_tokens=NUM_TOKENS, speculation=speculation, max_draft_tokens=3,
+                prompts[index], max_tokens=NUM_TOKENS, speculation=speculation,
+                max_draft_tokens=8 if kind == "medusa" else 3,  # three heads, whose second choices fill a tree
                 temperature=temperature, seed=index,
             )  # fmt: skip
         return told.tokens, told.timing.draft_tokens, told.timing.accepted_tokens
@@ -67,4 +68,5 @@ def test_drafts_change_no_token_and_a_head_that_knows_is_right(live: tuple[str, 
                 assert tokens == oracle.answer(prompt, NUM_TOKENS, guess=tokens)
         num_drafted, num_accepted = sum(one[1] for one in drafted), sum(one[2] for one in drafted)
         assert num_drafted > 0 and not sum(one[1] for one in plain)
-        assert kind == "mtp" or num_accepted == num_drafted
+        assert kind != "eagle3" or num_accepted == num_drafted
+        assert kind != "medusa" or num_accepted > num_drafted / 4

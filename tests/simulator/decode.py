@@ -8,7 +8,7 @@ import grpc
 from bench.simulate.virtual_time import refusal
 from decode_worker.interfaces import Masks
 from decode_worker.service import build_params
-from decode_worker.speculation.drafters import Drafter, ModelDrafter
+from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, Wanted
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from decode_worker.step_extras import DraftsAndMasks
@@ -73,6 +73,24 @@ class Stream:
 RESTORE_WAIT_S = 1.0
 
 
+class SimDrafter(ModelDrafter):
+    """Makes some of its chains trees, in which each draft has a sibling: that is right where the draft is wrong."""
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        return [self._fork(draft) if len(draft.token_ids) > 1 else draft for draft in super().propose(wanted)]
+
+    def _fork(self, draft: Draft) -> Draft:
+        if draft.token_ids[0] % 3 == 0:
+            return draft
+        tokens, parents, last = list[int](), list[int](), 0
+        for token in draft.token_ids:
+            tokens += sorted((token, token ^ 1))
+            parents += [last, last]
+            last = tokens.index(token, len(tokens) - 2) + 1
+        count = len(draft.token_ids)  # for which there are pages
+        return Draft(tokens[:count], parents[:count], lead=0)
+
+
 class SimDecode(SimWorker):
     """Its verbs are those of decode.proto."""
 
@@ -106,7 +124,8 @@ class SimDecode(SimWorker):
         drafters: dict[str, Drafter] = {}
         if self.has_draft:
             draft: Any = VirtualDraftRunner(self.world, self.rows, self.memory)
-            drafters["draft"] = ModelDrafter(draft, CostMeter(), BUDGET.prompt_tokens)
+            kind = ModelDrafter if self.memory.states else SimDrafter
+            drafters["draft"] = kind(draft, CostMeter(), BUDGET.prompt_tokens)
         speculate = "auto" if drafters else "off"
         self._speculator = Speculator(drafters, CostMeter(), speculate, MAX_DRAFT_TOKENS, self.steps_ahead > 0)
         extras, rows = DraftsAndMasks(self._speculator, Masks(), self.scheduler), cast(Any, self.rows)

@@ -139,6 +139,9 @@ class VirtualRunner:
         """The device's part."""
         chosen: list[int] = []
         for part, pages in parts:
+            if part.parents:
+                chosen += self._run_tree(part, part.parents, pages)
+                continue
             begin, end, tokens = part.begin, part.begin + part.count, self._rows.tokens[part.row]
             contents = read(self._ranks[0], pages, begin)
             extend(contents, self._find_seed(part.row), tokens[begin:end])
@@ -156,6 +159,31 @@ class VirtualRunner:
         if launched.error:
             self._spoil([part for part, _ in parts])
         launched.tokens = chosen
+
+    def _run_tree(self, part: ForwardRow, parents: Sequence[int], pages: Sequence[int]) -> list[int]:
+        """As in engine/trees.py: its nodes lie one after the other until the right path is moved."""
+        begin, tokens, contents, path = part.begin, self._rows.tokens[part.row], list[list[int]](), [0]
+        for index, token in enumerate(tokens[begin : begin + part.count]):
+            own = list(contents[parents[index - 1]]) if index else read(self._ranks[0], pages, begin)
+            extend(own, self._find_seed(part.row), [token])
+            contents.append(own)
+            self._write(pages, begin + index, own[-1])
+        chosen = [self._choose(part, pages, own) for own in contents]
+        for index, parent in enumerate(parents, 1):
+            if parent == path[-1] and tokens[begin + index] == chosen[parent]:
+                path.append(index)
+        self._move(pages, begin, path, part.count)
+        tokens[begin + 1 : begin + 1 + len(path)] = [chosen[index] for index in path]
+        return chosen
+
+    def _write(self, pages: Sequence[int], position: int, content: int) -> None:
+        for cells in self._ranks:
+            cells[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS] = content
+
+    def _move(self, pages: Sequence[int], begin: int, path: Sequence[int], count: int) -> None:
+        kept = read(self._ranks[0], pages, begin + count)[begin:]
+        for depth, index in enumerate(path):
+            self._write(pages, begin + depth, kept[index])
 
     def _step_state(self, part: ForwardRow, states: list[int], token_ids: Sequence[int]) -> list[int]:
         """The contents of a part's positions, which follow from one rank's state."""

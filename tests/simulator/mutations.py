@@ -26,6 +26,7 @@ from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator.decode import SimDecode
+from tests.simulator.engine import VirtualRunner
 from tests.simulator.files import Files, SavedPage
 from tests.simulator.loans import Lent, Loans
 from tests.simulator.prefill import HandOver, SimPrefill
@@ -72,6 +73,7 @@ begin_step = Scheduler.begin_step
 check_room = Scheduler._check_room
 check_generations = reader.check_generations
 choose = Placer.choose
+move_path = VirtualRunner._move
 end_loan = Loans.end
 end_restore = plans.end_restore
 end_sequence = Scheduler._end
@@ -207,6 +209,11 @@ def _make_room_in_flight(self: Scheduler, sequence: Tokens, num_tokens: int) -> 
         return make_room(self, sequence, num_tokens)
     finally:
         self.num_launched = launched
+
+
+def _move_siblings(self: VirtualRunner, pages: Sequence[int], begin: int, path: Sequence[int], count: int) -> None:
+    others = [((index - 1) ^ 1) + 1 if index else 0 for index in path]
+    move_path(self, pages, begin, [index if index < count else 0 for index in others], count)
 
 
 # -- the draft model's KV ------------------------------------------------------------------------------------------
@@ -478,6 +485,8 @@ MUTATIONS: dict[str, Mutation] = {
     "prefill does not wait for a failed launch's draft forward": patched(
         (BothRunners, "_launch", _launch_without_settling)
     ),
+    "a sibling's KV is kept": patched((VirtualRunner, "_move", _move_siblings)),
+    "a path's KV is not moved": patched((VirtualRunner, "_move", lambda *_: None)),
     "a step with drafts is in flight alone": patched((loop, "_has_drafts", lambda planned: False)),
     "prefill frees pages before they are acknowledged": patched((Scheduler, "finish_step", _finish_and_end)),
     "prefill frees pages under a step": patched(

@@ -92,6 +92,10 @@ class Problem:
             position = torch.arange(context_len - query_len, context_len)[:, None]
             key_position = torch.arange(context_len)
             hidden = key_position > position
+            if self.batch.ancestors is not None:
+                new = key_position - (context_len - query_len)
+                for row, bits in enumerate(self.batch.ancestors[begin : begin + query_len].tolist()):
+                    hidden[row] |= torch.tensor([bits != 0 and n >= 0 and not bits >> n & 1 for n in new.tolist()])
             if window is not None:
                 hidden |= key_position <= position - window
             weights = scores.masked_fill(hidden, -torch.inf)

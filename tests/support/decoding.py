@@ -116,6 +116,47 @@ class LyingDrafter(Drafter):
         return [token if self._random.random() < 0.8 else self._random.randrange(self._vocab_size) for token in right]
 
 
+class TreeDrafter(Drafter):
+    """Trees of random shapes in which the right path is anywhere, or ends early."""
+
+    def __init__(self, truth: Mapping[int, Seq[int]], vocab_size: int, right: float = 1.0, seed: int = 0) -> None:
+        """truth: handle |-> answer. right: the chance that a draft on the right path has a right child."""
+        self._truth, self._vocab_size, self._right = truth, vocab_size, right
+        self._random = random.Random(seed)
+        self.num_forked = self.num_right = 0
+
+    def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
+        return [self._draft(one) for one in wanted]
+
+    def _draft(self, one: Wanted) -> Draft:
+        params = one.sequence.params
+        rest = self._truth[params.handle][len(one.sequence.tokens) - params.num_prompt :]
+        tokens, parents, children = list[int](), list[int](), dict[int, set[int]]()
+
+        def add(parent: int, token: int) -> None:
+            if token not in children.setdefault(parent, set()):
+                children[parent].add(token)
+                tokens.append(token)
+                parents.append(parent)
+
+        tip, depth = 0, 0  # of the right path
+        while len(tokens) < one.count:
+            before = len(tokens)
+            if self._random.random() < 0.5 and tip >= 0 and depth < len(rest):
+                if self._random.random() < self._right:
+                    add(tip, rest[depth])
+                    tip, depth = tokens.index(rest[depth], before) + 1 if len(tokens) > before else tip, depth + 1
+                else:
+                    tip = -1
+            else:
+                right = rest[depth] if depth < len(rest) else -1
+                token = self._random.randrange(self._vocab_size)
+                add(self._random.randrange(len(tokens) + 1), token if token != right else (token + 1) % 256)
+        self.num_forked += len(set(parents)) < len(parents)
+        self.num_right += depth
+        return Draft(tokens, parents)
+
+
 class FixedSpeculator(Speculator):
     """Does not measure how long the device waits for a step with drafts."""
 
@@ -134,6 +175,24 @@ def build_eager_speculator(
     for rows in (1, 256):
         meter.note(rows, (step_s or 1.0) + rows * NOT_SPARING)
     return (FixedSpeculator if step_s else Speculator)(drafters, meter, "off", 0, is_ahead)
+
+
+class WatchedSpeculator(Speculator):
+    """Counts steps whose drafts have siblings."""
+
+    num_forked = 0
+
+    def note_drafts(self, step: ScheduledSequence, chosen: Seq[int]) -> None:
+        self.num_forked += bool(step.parents)
+        super().note_drafts(step, chosen)
+
+
+def build_forking_speculator(drafters: Mapping[str, Drafter], is_ahead: bool = False) -> WatchedSpeculator:
+    """Rows seem free."""
+    meter = FixedCosts()
+    for rows in (1, 256):
+        meter.note(rows, 1.0 + rows * 1e-9)
+    return WatchedSpeculator(drafters, meter, "off", 0, is_ahead, takes_trees=True)
 
 
 def build_speculators(

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 import worker.ranks.children
 import worker.ranks.leader
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.drafters import Draft, Drafter, Wanted
-from decode_worker.speculation.lengths import PROBE_LENGTHS
+from decode_worker.speculation.drafters import Draft, Drafter, Wanted, build_drafter
+from decode_worker.speculation.lengths import PROBE_LENGTHS, CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.batch import ForwardRow, Prepared
 from engine.compose import FullEngine
@@ -40,7 +40,13 @@ from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
 from tests.support.combinations import combination
 from tests.support.decode_bench import LATE, NUM_PAGES, build, build_requests, capture, run, speculators
-from tests.support.decoding import Answers, FixedCosts
+from tests.support.decoding import (
+    Answers,
+    FixedCosts,
+    TreeDrafter,
+    build_eager_speculator,
+    build_forking_speculator,
+)
 from tests.support.draft_heads import write_guessing_medusa, write_oracle
 from tests.support.forks import ForkedPopen
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
@@ -174,7 +180,8 @@ ABORTS = {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}
         combination("late", 1, "draft", 26, ABORTS), combination("led", 0, "ngram", 26, {}),
         ("led", 1, "draft", 26, ABORTS),
         ("late_head", 1, "draft", 26, ABORTS), ("led_head", 1, "draft", NUM_PAGES, {}),
-        ("late_medusa_head", 1, "draft", 26, ABORTS),
+        ("late_medusa_head", 1, "draft", 26, ABORTS), ("late_medusa_head", 1, "forks", 26, ABORTS),
+        ("late", 1, "tree", 26, ABORTS), ("led", 1, "tree", 26, {}),
     ],
 )  # fmt: skip
 def test_answers_are_those_of_one_process_step_by_step(
@@ -187,7 +194,16 @@ def test_answers_are_those_of_one_process_step_by_step(
 ) -> None:
     engine: FullEngine = request.getfixturevalue(which)
     expected: Answers = request.getfixturevalue("expected_head" if which.endswith("head") else "expected")
-    requests, speculator = build_requests(drafter), speculators(engine, is_ahead=steps_ahead > 0)[drafter]
+    requests = build_requests(drafter)
+    if drafter == "tree":
+        drafters = {"tree": TreeDrafter(expected.tokens, DEMO_SIZE, 0.8)}
+        speculator: Speculator = build_eager_speculator(drafters, steps_ahead > 0)
+    elif drafter == "forks":
+        assert engine.draft_runner is not None
+        forking = build_drafter(engine.draft_runner, CostMeter(), 64, engine.has_draft_kv)
+        speculator = build_forking_speculator({"forks": forking}, steps_ahead > 0)
+    else:
+        speculator = speculators(engine, is_ahead=steps_ahead > 0)[drafter]
     answers = run(engine, requests, speculator, steps_ahead, num_pages, aborted)
     if num_pages == NUM_PAGES:
         assert answers.scheduler.kv.num_hit and not answers.scheduler.num_preemptions

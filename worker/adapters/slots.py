@@ -51,7 +51,7 @@ class AdapterSlots(Adapters):
 
     @property
     def num_bytes(self) -> int:
-        """Of all that are loaded, on the host."""
+        """Bytes of all loaded adapters, on the host."""
         return sum(one.num_bytes for one in self._loaded.values())
 
     @property

@@ -77,14 +77,14 @@ class ImageEncoder(ImageSource):
             if digest in self._failed:
                 raise ValueError(self._failed.pop(digest))
             if digest not in self._kept:
-                return None  # whoever else wanted it has it, and many others came meanwhile
+                return None  # another call has taken it, and many others came meanwhile
             self._kept.move_to_end(digest)
             found[digest] = self._kept[digest]
         self._forget(files)
         return found
 
     def _forget(self, digests: Iterable[bytes]) -> None:
-        """Those that are not begun will not be; another call that waits for one is told to ask again."""
+        """Those that are not begun will not be; another call that waits for one has to ask again."""
         for digest in digests:
             self._wanted.pop(digest, None)
 

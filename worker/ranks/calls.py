@@ -1,4 +1,4 @@
-"""What rank 0 asks of each other rank's process beside its steps, and the answers (runtime/child.py)."""
+"""Calls from rank 0 to each other rank's process beside its steps, and the answers (runtime/child.py)."""
 
 import msgspec
 
@@ -44,7 +44,7 @@ class CloseReader(msgspec.Struct, tag=True):
 
 
 class ComputeChecksums(msgspec.Struct, tag=True):
-    """Of bytes of pages, or slots, in the rank's pool."""
+    """Checksums of bytes of pages, or slots, in the rank's pool."""
 
     pages: list[int]
     begin: int

@@ -72,7 +72,7 @@ def _start_ranks(config: PrefillConfig | DecodeConfig, links: list[socket.socket
 
 
 async def _hear(control: socket.socket, is_serving: asyncio.Event) -> str:
-    """Until host 0 ends: why it is no more; empty if it was asked to end."""
+    """Wait until host 0 ends; returns why it did, empty if it was asked to."""
     decoder = msgspec.msgpack.Decoder(HostMessage)
     reader, writer = await open_stream(control)
     try:

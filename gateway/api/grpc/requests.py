@@ -1,4 +1,4 @@
-"""From protobuf messages to raw requests."""
+"""Turns protobuf messages into raw requests."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -137,7 +137,7 @@ def _form(given: pb.ResponseFormat) -> AnswerForm | None:
 
 
 def _chat(messages: Sequence[pb.ChatMessage], texts: JsonTexts) -> Chat:
-    """As chat templates take it. `texts`: of the request. Raises ApiError."""
+    """The conversation as chat templates take it. `texts`: of the request. Raises ApiError."""
     check_count("messages", len(messages), MAX_MESSAGES, "messages")
     plain: list[Mapping[str, Any]] = []
     for index, given in enumerate(messages):

@@ -68,7 +68,7 @@ def build_interceptors(served: ServedModels) -> Sequence[grpc.aio.ServerIntercep
 
     @asynccontextmanager
     async def admit(method: str, data: bytes, context: Context) -> AsyncIterator[None]:
-        """gRPC has read the message, and tells no sooner."""
+        """Counts and checks a message, in turns, before it is parsed. gRPC has already read it."""
         kind = _INPUTS.get(method)
         if kind is None or len(data) <= SHORT_BYTES:
             yield
@@ -166,7 +166,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     def _key(self, context: Context) -> Key:
-        """Of the call. Raises ApiError if it is not accepted any more."""
+        """The key of the call. Raises ApiError if it is not accepted any more."""
         key = self._served.keys.check(context.invocation_metadata() or ())
         log_key(key)
         return key
@@ -202,7 +202,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _trailing_metadata(warnings: Sequence[str], key: Key) -> tuple[tuple[str, str], ...]:
-    """What REST says in headers."""
+    """Trailing metadata with what REST says in headers: warnings, and what is left of the key's limits."""
     return *warning_headers(warnings).items(), *key.allowance.headers(time.perf_counter()).items()
 
 
@@ -211,7 +211,7 @@ def _generate_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.Gener
 
 
 def _chat_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.ChatResponse:
-    """With the tool calls that the piece completes."""
+    """The message for a piece, with the tool calls that the piece completes."""
     calls = [event for event in piece.calls if isinstance(event, CallEnd)]
     return pb.ChatResponse(
         finish_reason=piece.ending or "",
@@ -222,7 +222,7 @@ def _chat_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.ChatRespo
 
 
 def _shared_fields(index: int, piece: OutputDelta, totals: Totals, with_timing: bool) -> dict[str, Any]:
-    """Of both messages. The request's last one has the token counts."""
+    """Fields of both kinds of messages. The request's last message has the token counts."""
     fields: dict[str, Any] = {"text": piece.text, "token_ids": piece.token_ids, "index": index}
     if piece.logprobs:
         fields["logprobs"] = [

@@ -26,7 +26,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 class Need(Enum):
-    """What a route asks of its callers."""
+    """The key that a route asks of its callers."""
 
     NOTHING = 0
     API_KEY = 1
@@ -53,7 +53,7 @@ class CheckedRoute(APIRoute):
 
     @property
     def need(self) -> Need:
-        """What its handler says."""
+        """The key that the route's handler asks for; an API key unless it says otherwise."""
         need: Need = getattr(self.endpoint, "need", Need.API_KEY)
         return need
 
@@ -98,7 +98,7 @@ class Access:
             self._check_origin(origin, host)
 
     async def refuse_path(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers where nothing is served."""
+        """Answers 404 where nothing is served, once the caller is checked."""
         if scope["type"] == "http":
             self.check(scope)
         raise HTTPException(404)

@@ -1,4 +1,4 @@
-"""From a raw request to its HTTP answer, whole or as server-sent events, for every API's writer."""
+"""Turns a raw request into its HTTP answer, whole or as server-sent events, for every API's writer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -36,7 +36,7 @@ encode = msgspec.json.Encoder().encode  # any value of an answer |-> bytes
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a store knows of an answer before it is computed, perhaps once more."""
+    """An answer as its store knows it before it is computed, perhaps once more."""
 
     id: str
     created_s: int  # Unix time
@@ -45,9 +45,9 @@ class Stored:
 
 
 class Frame(Protocol):
-    """What a stream has around the events of its pieces."""
+    """The parts of a stream around the events of its pieces."""
 
-    ping: bytes  # says nothing; while there are no events
+    ping: bytes  # a line without content, sent while there are no events
 
     @property
     def done(self) -> bytes:
@@ -157,7 +157,7 @@ async def write_events(writer: Writer, pieces: Pieces) -> Events:
 
 
 class _UnsentError(Exception):
-    """Its cause: why the client gets no more."""
+    """The client gets no more; the cause says why."""
 
 
 class EventStream(Response):

@@ -1,4 +1,4 @@
-"""What all request bodies share: strict types, fields without effect, and the 400 for the first error.
+"""The base of all request bodies: strict types, fields without effect, and the 400 for the first error.
 
 Union tags begin with "~", so that error paths can omit them.
 """
@@ -40,7 +40,7 @@ def any_value(*names: str) -> Ignored:
 
 
 def warned(*names: str) -> Ignored:
-    """The same, and the answer's warnings name them."""
+    """These fields have no effect either, and the answer's warnings name them."""
     return dict.fromkeys(names, _WARNED)
 
 
@@ -70,7 +70,7 @@ class Body(BaseModel):
     _warned: tuple[str, ...] = PrivateAttr(())
 
     def warnings(self, path: str = "") -> Iterator[str]:
-        """What has no effect in this body and in those in it. `path`: its own, with a dot behind it."""
+        """Warnings of fields without effect, in this body and those in it. `path`: its own, with a dot behind it."""
         for name in self._warned:
             yield f"{path}{name} has no effect here"
         for name, value in self:
@@ -188,7 +188,7 @@ DETAIL_FIELD: Any = Field(None, description="Not used: the model's own processor
 
 
 def joined(content: str | Sequence[Any], path: str) -> Content:
-    """What a content has: a string, or bodies that are images or have a field `text`. `path`: its field."""
+    """Texts and images of a content: a string, or bodies that are images or have a field `text`. `path`: its field."""
     if isinstance(content, str):
         return content
     parts = [one.image(f"{path}[{at}]") if isinstance(one, ImageBody) else one.text for at, one in enumerate(content)]

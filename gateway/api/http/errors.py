@@ -33,7 +33,7 @@ class Tagged(msgspec.Struct, tag_field="type"):
 
 
 class ErrorBody(msgspec.Struct):
-    """What went wrong."""
+    """A description of an error, in OpenAI's form."""
 
     message: str
     type: str
@@ -48,7 +48,7 @@ class ErrorEnvelope(msgspec.Struct):
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong, in Anthropic's form."""
+    """A description of an error, in Anthropic's form."""
 
     type: str
     message: str

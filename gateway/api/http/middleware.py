@@ -16,7 +16,7 @@ _TWO_LENGTHS = bad_request("Content-Length and Transfer-Encoding are both given;
 
 
 def _has_two_lengths(scope: Scope) -> bool:
-    """Then a proxy in front may see another end of the body than we do, and another next request."""
+    """Whether a proxy in front may see another end of the body than we do, and another next request."""
     return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
 
 

@@ -140,7 +140,7 @@ async def limited_chunks(request: Request, most: int, advice: str) -> AsyncGener
 
 @asynccontextmanager
 async def in_time(timeout_s: float) -> AsyncIterator[None]:
-    """Around reading a body. Raises ApiError 408."""
+    """Bounds the time to read a body inside the block. Raises ApiError 408."""
     try:
         async with waking_timeout(timeout_s):
             yield
@@ -189,7 +189,7 @@ def _repeated_key(members: _Members) -> str | None:
 
 
 def _find_long_number(body: bytes) -> str | None:
-    """Its path; None if the body is no JSON."""
+    """The path of a number with too many digits; None if there is none, or the body is not JSON."""
 
     def read(number: str) -> object:
         return _LONG if len(number) > MAX_DIGITS else None

@@ -49,7 +49,7 @@ def build_status_router(served: ServedModels) -> APIRouter:
     @router.get("/health")
     @open_to_all
     async def health() -> Response:
-        """The same. Needs no API key."""
+        """Requests can be served, as for /ready. Needs no API key."""
         return await ready()
 
     @router.get("/version")
@@ -145,7 +145,7 @@ def build_fleet_router(fleet: Fleet, routers: Mapping[str, Router], served: Serv
 
 
 def _join(texts: Mapping[str, str | None]) -> str:
-    """What is to be said of models; of which one, where there are several."""
+    """Joins what there is to say of each model, with the models' names where there are several."""
     given = {name: text for name, text in texts.items() if text}
     return "; ".join(f"{name}: {text}" if len(texts) > 1 else text for name, text in given.items())
 

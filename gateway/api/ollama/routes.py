@@ -170,7 +170,7 @@ def _weigh(folder: Path) -> tuple[int, str, bytes]:
 
 
 def _describe(name: str, one: ServedModel) -> dict[str, Any]:
-    """What is empty or 0, the gateway does not know."""
+    """Describes a model as Ollama does. Values that the gateway does not know are empty or 0."""
     tokenizer, tagged = one.tokenizer, name if ":" in name else name + _TAG
     size, format, config = _weigh(tokenizer.folder)
     family, quantised = str(tokenizer.config.get("model_type", "")), tokenizer.config.get("quantization_config")

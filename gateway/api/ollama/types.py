@@ -65,7 +65,7 @@ class Options(Body):
     stop: TextOr[Texts] | None = Field(None, json_schema_extra={"maxItems": MAX_STOP_STRINGS, "minLength": 1})
 
     def fields(self) -> dict[str, Any]:
-        """Those of GenerateRequest."""
+        """Fields of GenerateRequest that the options set."""
         sampling, stop = given_sampling(self), self.stop or ()
         if self.seed == _RANDOM_SEED:
             del sampling["seed"]
@@ -80,7 +80,7 @@ class Options(Body):
 
 
 class _AskedBody(Body):
-    """What chats and plain prompts share; null means not given."""
+    """Fields that chats and plain prompts share; null means not given."""
 
     model: str
     stream: bool | None = Field(None, description="true if not given.")
@@ -182,7 +182,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = Field(None, description="The same, by the call's id.")
 
     def plain(self, path: str, waiting: _OpenCalls) -> dict[str, Any]:
-        """As chat templates take it. `waiting`: of the messages before it, and then also of it. Raises ApiError."""
+        """The message for chat templates. `waiting`: of the messages before it, then also of it. Raises ApiError."""
         calls = []
         for rank, call in enumerate(self.tool_calls or ()):
             arguments = check_arguments(call.function.arguments, f"{path}.tool_calls[{rank}].function.arguments")
@@ -286,7 +286,7 @@ class OldEmbedBody(Body):
     prompt: str | None = None
 
     def raw(self, name: str) -> EmbedRequest:
-        """As EmbedBody's."""
+        """The request without its wire format. `name`: of the model."""
         return EmbedRequest(name, [self.prompt] if self.prompt else [], ["prompt"] if self.prompt else [], truncate=-1)
 
 

@@ -21,7 +21,7 @@ _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028
 
 
 class OllamaMessage(msgspec.Struct):
-    """What the model says."""
+    """The model's message in an answer."""
 
     content: str
     role: Literal["assistant"] = "assistant"
@@ -76,7 +76,7 @@ class OllamaWriter:
         self.ping = self._line()
 
     def _clear(self) -> None:
-        """What was taken is written."""
+        """Forgets what was taken, which is written."""
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -116,7 +116,7 @@ class OllamaWriter:
         return write_line(build_error_text(error))
 
     def _line(self, last: OutputDelta | None = None) -> bytes:
-        """What was taken. `last`: the last piece."""
+        """A line with what was taken since the last one. `last`: the last piece."""
         text, thinking = "".join(self._texts), "".join(self._thoughts)
         line = build_answer(self._model, is_chat=self._is_chat, text=text, thinking=thinking, calls=self._calls)
         line.logprobs = self._logprobs.content or UNSET

@@ -152,7 +152,7 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """What a chunk adds to one choice of a chat."""
+    """The part of one choice of a chat that a chunk adds."""
 
     index: int
     delta: dict[str, object]
@@ -232,7 +232,7 @@ class ModelList(msgspec.Struct):
 
 
 class TokenizeAnswer(msgspec.Struct):
-    """The tokens."""
+    """The answer of /tokenize: the tokens."""
 
     count: int
     max_model_len: int
@@ -241,7 +241,7 @@ class TokenizeAnswer(msgspec.Struct):
 
 
 class DetokenizeAnswer(msgspec.Struct):
-    """The text."""
+    """The answer of /detokenize: the text."""
 
     prompt: str
 

@@ -175,7 +175,7 @@ class Message(Body):
         return {**given, "content": ""} if has_calls_only else given
 
     def plain(self, path: str, texts: JsonTexts) -> dict[str, Any]:
-        """As chat templates take it. `path`: its field, for errors; `texts`: of the request. Raises ApiError."""
+        """The message for chat templates. `path`: its field, for errors; `texts`: of the request. Raises ApiError."""
         calls = []
         for index, one in enumerate(self.tool_calls or ()):
             param = f"{path}.tool_calls[{index}].function.arguments"

@@ -39,7 +39,7 @@ class _EndedChoice(msgspec.Struct):
 
 
 class _Ended(msgspec.Struct):
-    """What a whole answer has that does not follow from its tokens."""
+    """The fields of a whole answer that do not follow from its tokens."""
 
     usage: answers.Usage
     choices: list[_EndedChoice]
@@ -169,7 +169,7 @@ class AnswerWriter:
         return Raw(encode(answers.ChatChoice(index, message, *shared)))
 
     def _chunk(self, choice: answers.ChunkChoice | answers.TextChoice | None) -> bytes:
-        """None: the last chunk, which has the token counts."""
+        """A chunk with the choice; None: the last chunk, which has the token counts."""
         kind: answers.ObjectKind = "chat.completion.chunk" if self._is_chat else "text_completion"
         chunk = self._envelope(kind, [] if choice is None else [choice])
         if self._is_chat:
@@ -183,7 +183,7 @@ class AnswerWriter:
         return answers.Envelope(self.id, kind, self._created_s, self._job.model, choices)
 
     def _take_prompt_ids(self, index: int) -> Sequence[int] | UnsetType:
-        """For a chunk, once."""
+        """The ids of a prompt's tokens for a chunk, once."""
         if index not in self._unsent:
             return UNSET
         self._unsent.remove(index)

@@ -159,7 +159,7 @@ _LEFT_OUT = re.compile(r"web_search(_preview)?(_\d{4}_\d\d_\d\d)?|image_generati
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What the client calls a function."""
+    """The client's name of a function."""
 
     name: str
     namespace: str | None = None
@@ -193,7 +193,7 @@ class FunctionTool(Body):
 
 
 class CustomFormat(Body):
-    """What a custom tool's text must match."""
+    """The form that a custom tool's text must match."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["regex", "lark"] | None = None

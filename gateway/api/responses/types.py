@@ -50,7 +50,7 @@ from runtime.peer_input import MAX_LOGPROBS
 
 
 class TextFormat(Body):
-    """What the text must match."""
+    """The form that the text must match."""
 
     ignored = {}
 
@@ -128,7 +128,7 @@ class CountInputRequest(Body):
         return GenerateRequest(self.model, [prompt], "input", tools=tools, warnings=tuple(self.warnings()))
 
     def continue_from(self, root: str) -> None:
-        """It goes on with the stored conversation whose first answer this is."""
+        """Notes the first answer of the stored conversation that this request continues."""
         self._root = root
 
     def check_stateless(self) -> None:
@@ -138,11 +138,11 @@ class CountInputRequest(Body):
                 raise needs_store(name)
 
     def called(self) -> CalledByName:
-        """What the client calls the tools that the model sees."""
+        """The client's names of the tools that the model sees."""
         return {tool.name: called for tool, called in flat_tools(self.tools or (), "tools")}
 
     def _messages(self) -> list[dict[str, Any]]:
-        """As chat templates take them: calls and reasoning belong to an assistant's message."""
+        """The messages as chat templates take them: calls and reasoning belong to an assistant's message."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
