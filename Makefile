@@ -72,7 +72,7 @@ bench-peers: $(DEV_STAMP) ## Measure Baton beside vLLM, llama.cpp, OpenVINO and 
 	$(BIN)/python -m bench.peers run --document docs/BENCHMARKS.md $(ARGS)
 
 families: $(DEV_STAMP) ## Compare families and formats with transformers through the whole service, native ones with 1 rank and with 2
-	TEST_FAMILIES=1 $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py \
+	TEST_FAMILIES=1 $(BIN)/python -m pytest -n 2 -m 'not faults' tests/services/test_ring_tokens.py tests/services/test_images.py \
 	    tests/services/test_adapters_service.py tests/services/test_draft_heads.py tests/deploy/test_gateway_packages.py $(ARGS)
 	TEST_FAMILIES=tp $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py $(ARGS)
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
@@ -84,14 +84,14 @@ prove: $(DEV_STAMP) ## Attack a service of real processes: 15 minutes, the table
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
 
-nightly: $(DEV_STAMP) ## What takes an hour: attacks, more examples of fuzzers, schedules of faults, cards, families and tokens, combinations, faults, nvcc
+nightly: $(DEV_STAMP) ## What takes hours: all that make test leaves out, attacks, more examples of fuzzers, schedules of faults, families and tokens, nvcc
 	$(BIN)/python -m tests.attack.folders --seconds 600
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
 	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
-	TEST_SCHEDULES=10000 TEST_CARDS=all TEST_CONTEXT=128000 TEST_FAMILIES=all $(BIN)/python -m pytest -n $(JOBS) \
+	TEST_SCHEDULES=10000 TEST_CARDS=all TEST_CONTEXT=128000 TEST_FAMILIES=all $(BIN)/python -m pytest -n $(JOBS) -m 'not faults' \
 	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py \
 	    tests/engine/test_fallback.py tests/services/test_states.py tests/bench/test_gpu_check.py
-	$(BIN)/python -m pytest -n $(JOBS) -m combination
+	$(BIN)/python -m pytest -n $(JOBS) -m nightly
 	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
 	$(BIN)/python -m pip install --quiet --upgrade --target build/cuda "cuda-toolkit[crt,curand,nvcc,nvvm]==13.0.*"
 	CUDA_HOME="$(CURDIR)/build/cuda/nvidia/cu13" $(BIN)/python -m bench.gpu_checks.prebuild build/nightly-aot \

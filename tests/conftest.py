@@ -4,6 +4,7 @@ Property tests use the same examples everywhere, however slow the machine. Each 
 """
 
 import asyncio
+import gc
 import inspect
 import os
 import sys
@@ -30,16 +31,16 @@ settings.register_profile("baton", deadline=None, derandomize=True, suppress_hea
 settings.register_profile("nightly", settings.get_profile("baton"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "baton"))
 DEMO = "tests/services/demo/"
-LONGEST = (  # files, by the seconds of CPU that they take with the processes they start: 100 to 8
-    "test_readme", "test_answers", "test_fleet_service", "test_surface_service", "test_simulator", "test_wheel",
-    "test_loop_ahead", "test_gpu_waits", "test_experts", "test_batches_service", "test_draft_heads", "test_restart",
-    "test_adapters", "test_images", "test_ranks", "test_ring_tokens", "test_gpu_compile", "test_gpu_sampling",
-    "test_recurrent", "test_gpu_check", "test_prove", "test_gpu_latents", "test_states", "test_adapters_service",
-    "test_long_context", "test_packed", "test_flashinfer", "test_grammar_answers", "test_rank_pairs", "test_families",
-    "test_kv_files", "test_fallback", "test_speculation_equality", "test_grammar", "test_many_models",
-    "test_fuzz_workers", "test_capacity", "test_serve", "test_lending", "test_worker_ports", "test_templates",
-    "test_train_head", "test_keys", "test_order", "test_fp8", "test_kernels", "test_event_loop", "test_sampling",
-    "test_extremes", "test_nixl",
+LONGEST = (  # files, by the seconds of CPU that they take with the processes they start: 70 to 5
+    "test_answers", "test_fleet_service", "test_surface_service", "test_gpu_compile", "test_gpu_waits", "test_wheel",
+    "test_restart", "test_ring_tokens", "test_ranks", "test_simulator", "test_loop_ahead", "test_adapters",
+    "test_weights", "test_embeddings", "test_experts", "test_grammar_answers", "test_draft_heads", "test_families",
+    "test_batches_service", "test_fallback", "test_packed", "test_flashinfer", "test_grammar", "test_images",
+    "test_recurrent", "test_gpu_sampling", "test_fuzz_workers", "test_many_models", "test_serve", "test_lending",
+    "test_speculation_equality", "test_states", "test_roles", "test_fp8", "test_core_alone", "test_simulate",
+    "test_gpu_groups", "test_core", "test_gpu_check", "test_kernels", "test_extremes", "test_worker_ports",
+    "test_gpu_latents", "test_logits", "test_kv_files", "test_attention", "test_prove", "test_templates",
+    "test_train_head", "test_keys", "test_order", "test_event_loop", "test_sampling", "test_nixl",
 )  # fmt: skip
 PATIENCE_S = 180.0  # for a coroutine
 
@@ -48,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that test processes end together."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the collector skips what was imported and collected
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries call it a leak
 
 
 class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped

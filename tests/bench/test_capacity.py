@@ -26,6 +26,7 @@ from engine.cuda.sizes import most_logits
 from runtime.config import DecodeConfig
 from runtime.gpus import CARDS, CardName
 from runtime.settings import ConfigError
+from tests.support.combinations import combination
 from tests.support.command_line import parse
 from worker.startup.limits import ModelShape, estimate_room, limits_of
 
@@ -55,15 +56,20 @@ def simulate(proposal: Proposal, model: ModelShape, gpu: CardName, goals: Goals,
     return figures
 
 
+SEVENTY_ON_TWO, BY_MEMORY = "prompts, 70B on two GPUs", "answers, by memory"  # a case for each role
 CASES: dict[str, tuple[ModelShape, CardName, Goals, Literal["prefill", "decode"]]] = {
     "prompts, 8B": (EIGHT, "h100", Goals(20, 2000, 40, 0.3, 0.03), "prefill"),
-    "prompts, 70B on two GPUs": (SEVENTY, "h200", Goals(8, 1500, 30, 0.6, 0.05), "prefill"),
+    SEVENTY_ON_TWO: (SEVENTY, "h200", Goals(8, 1500, 30, 0.6, 0.05), "prefill"),
     "answers, by TPOT": (EIGHT, "h100", Goals(40, 500, 200, 0.4, 0.0075), "decode"),
-    "answers, by memory": (EIGHT, "l40s", Goals(7, 6000, 100, 1.5, 0.2), "decode"),
+    BY_MEMORY: (EIGHT, "l40s", Goals(7, 6000, 100, 1.5, 0.2), "decode"),
 }
 
 
-@pytest.mark.parametrize(("model", "gpu", "goals", "binding"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("model", "gpu", "goals", "binding"),
+    [case if name in (SEVENTY_ON_TWO, BY_MEMORY) else combination(*case) for name, case in CASES.items()],
+    ids=CASES,
+)
 def test_a_proposal_meets_its_goals_and_one_worker_fewer_does_not(
     model: ModelShape, gpu: CardName, goals: Goals, binding: Literal["prefill", "decode"]
 ) -> None:

@@ -27,7 +27,10 @@ from tests.support.pool_process import COMMAND, build_pool
 
 CPU = torch.device("cpu")
 SERVICES = ("defaults", "service", "deaths", "two GPUs")  # parts that start whole services
-LONG = {"machine", "engine", "kernels", "many streams", "churn", "coded weights", "nixl", "kernel times"}
+LONG = {
+    "machine", "engine", "kernels", "many streams", "churn", "coded weights", "nixl", "kernel times", "drains",
+    "latents", "hand-off", "families",
+}  # fmt: skip
 HERE = [part for part in PARTS if part.name not in SERVICES and (IS_NIGHTLY or part.name not in LONG)]
 FAKE_GPU = (*COMMAND, "fake-gpu")
 
@@ -40,6 +43,7 @@ def test_every_check_holds_on_the_cpu(part: Part) -> None:
     assert all(one.detail for one in outcomes)
 
 
+@pytest.mark.nightly
 def test_a_part_runs_in_a_process_of_its_own_and_its_rows_come_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

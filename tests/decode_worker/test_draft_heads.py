@@ -18,6 +18,7 @@ from engine.compose import build_engine
 from engine.engine import Engine
 from tests.support import sequence_params
 from tests.support.checkpoints import write_checkpoint
+from tests.support.combinations import combination
 from tests.support.decoding import LyingDrafter, build_eager_speculator, build_scheduler, decode
 from tests.support.draft_heads import (
     MEDUSA,
@@ -77,7 +78,7 @@ class CheckedDrafter(HeadDrafter):
         return drafts
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "qwen3_5_text", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", *map(combination, ("qwen3_5_text", "deepseek_v3"))])
 def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, kind: str) -> None:
     """After prompts in chunks, preemption, and cached pages of prompts that go on with other tokens."""
     if kind in MEDUSA:
@@ -252,7 +253,7 @@ def test_medusa_heads_have_no_kv_and_draft_no_more_than_they_are(tmp_path: Path)
 @pytest.mark.parametrize(
     ("drafter", "model_type"),
     [("ngram", "qwen3_5_text"), ("ngram", "deepseek_v2"),
-     *(("lying", name) for name in ("qwen3_5_text", "lfm2", "qwen3_next", "deepseek_v3"))],
+     *(("lying", name) for name in ("qwen3_5_text", "lfm2", "deepseek_v3")), combination("lying", "qwen3_next")],
 )  # fmt: skip
 def test_states_and_latents_go_back_behind_a_wrong_draft(tmp_path: Path, model_type: str, drafter: str) -> None:
     """Of models with recurrent layers, also of those that run by transformers' code; and of latent attention."""

@@ -27,6 +27,7 @@ from engine.engine import Engine
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
 from tests.support import decoding
+from tests.support.combinations import combination
 from tests.support.decoding import Answers, build_eager_speculator, decode
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.grammars import compile_here, encode, vocabulary
@@ -133,7 +134,7 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "MAX_TURN_CPU_S", 0.0)
 
 
-@pytest.mark.parametrize("has_time", [True, False])
+@pytest.mark.parametrize("has_time", [True, combination(False)])
 def test_neither_drafts_nor_waiting_change_a_token(
     engine: Engine,
     requests: Sequence[SequenceParams],

@@ -17,6 +17,7 @@ from demo.paths import TARGET_DIR
 from engine.compose import build_engine
 from engine.engine import Engine
 from gateway.text.tokenizer import Tokenizer
+from tests.support.combinations import combination
 from tests.support.decoding import LyingDrafter, build_eager_speculator, decode
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.real_workers import packed
@@ -106,7 +107,7 @@ def test_answers_with_drafts_are_those_without(engine: Engine, tokenizer: Tokeni
     assert sum(one.steps for one in timings) < sum(len(tokens) for tokens in plain.tokens.values())
 
 
-@pytest.mark.parametrize("num_pages", [600, 32], ids=["long prompts", "preemption"])
+@pytest.mark.parametrize("num_pages", [combination(600), 32], ids=["long prompts", "preemption"])
 def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, num_pages: int) -> None:
     """Any missing KV, after chunked prefill, shorter drafts or preemption, would make it wrong."""
     engine = build(locate_model("demo"), num_pages)

@@ -165,6 +165,7 @@ def test_only_workers_hold_torch(live: Live) -> None:
     assert len(children) == 1 + len(live.status()) and sorted(holders) == sorted(one["pid"] for one in live.status())
 
 
+@pytest.mark.nightly
 def test_kernels_are_built_in_the_users_cache(installed: Environment, live: Live) -> None:
     report = json.loads(installed.baton("doctor", "--json").stdout)
     if not report["machine"]["cpp_compiler"]:
@@ -175,6 +176,7 @@ def test_kernels_are_built_in_the_users_cache(installed: Environment, live: Live
     assert not any(found[name].is_symlink() for name in BUILT)
 
 
+@pytest.mark.nightly
 def test_a_program_computes_a_model_beside_modules_of_its_own(installed: Environment, tmp_path: Path) -> None:
     (tmp_path / "cli.py").write_text("own = True")
     code = f"""

@@ -26,6 +26,7 @@ from engine.cuda.graph_shapes import Shape
 from engine.cuda.ops import CudaOps
 from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint
+from tests.support.combinations import combination
 from tests.support.families import VOCAB
 from tests.support.lora import greedy, write_adapter
 from wire.sampling import SamplingParams
@@ -75,8 +76,11 @@ def load(engine: FullEngine, slot: int, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "phi3", "glm", "qwen3_moe", "gemma4_e2b", "qwen3_5_text", "gpt_oss", "lfm2", "deepseek_v3", "minicpm3"],
-)
+    [
+        "llama", combination("phi3"), combination("glm"), "qwen3_moe", combination("gemma4_e2b"),
+        combination("qwen3_5_text"), combination("gpt_oss"), "lfm2", "deepseek_v3", combination("minicpm3"),
+    ],
+)  # fmt: skip
 def test_each_row_has_its_own_adapter_or_none(family: str, tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base", family)
     merged = [

@@ -21,6 +21,7 @@ from engine.models.table import shard_config
 from engine.weights.table import Shard
 from runtime.config import ServeConfig
 from runtime.settings import ConfigError
+from tests.support.combinations import others
 from tests.support.draft_heads import (
     DRAFT_VOCAB,
     MEDUSA,
@@ -144,7 +145,9 @@ class Rows:
         return num_right
 
 
-@pytest.mark.parametrize("kind", [*FLAGS, *MTP, *MEDUSA, "medusa" + BESIDE_STATES])
+@pytest.mark.parametrize(
+    "kind", [*FLAGS, *others(MTP, "glm4_moe_lite", "qwen3_5_text"), *MEDUSA, "medusa" + BESIDE_STATES]
+)
 def test_a_head_drafts_what_plain_torch_computes(tmp_path: Path, kind: str) -> None:
     target, head = write_head(tmp_path, kind)
     engine = build(tmp_path / "model", head.draft_model)

@@ -36,6 +36,7 @@ from engine.cuda.modules import (
     runs_on,
 )
 from tests.support.attention import CPU, Problem, check_writes
+from tests.support.combinations import combination
 from tests.support.families import DEEPSEEK_V3
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 
@@ -212,7 +213,9 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
         )
 
 
-@pytest.mark.parametrize(("lens", "window"), [(DECODE, 20), (PROMPT, None), (MIXED, 20), (DECODE, None)], ids=str)
+@pytest.mark.parametrize(
+    ("lens", "window"), [combination(DECODE, 20), combination(PROMPT, None), (MIXED, 20), (DECODE, None)], ids=str
+)
 def test_sinks_join_the_softmax_of_answers_and_prompts(lens: list[tuple[int, int]], window: int | None) -> None:
     problem = Problem(lens, head_dim=16)
     problem.sinks = torch.linspace(-1, 4, 6)
@@ -272,7 +275,7 @@ def test_another_flashinfer_is_not_used_and_the_right_one_named(monkeypatch: pyt
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [combination(None), 20])
 def test_prompts_are_attended_to_by_fa3_and_answers_beside_a_chunk_by_fa2(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
+from tests.support.combinations import combination
 from tests.support.quantised import quantise_blocks
 from worker.process import build_worker
 from worker.role import Worker
@@ -136,8 +137,14 @@ def test_the_rounded_product_is_torchs(dtype: torch.dtype) -> None:
     assert (product.float() - truth).norm() < 0.05 * truth.norm()
 
 
-@pytest.mark.parametrize("has_blocks", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "has_blocks"),
+    [
+        (torch.float32, False), combination(torch.float32, True), combination(torch.float16, False),
+        (torch.float16, True),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("size", SHAPES, ids=str)
 def test_products_are_those_of_the_values(
     size: tuple[int, int, int], dtype: torch.dtype, has_blocks: bool, monkeypatch: pytest.MonkeyPatch

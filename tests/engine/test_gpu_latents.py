@@ -22,6 +22,7 @@ from engine.latent.attention import Costs, LatentAttention
 from engine.latent.expand import RaggedExpansion, Up
 from tests.support.attention import draw
 from tests.support.batches import Part, pack
+from tests.support.combinations import combination
 from tests.support.families import DEEPSEEK_V3
 from tests.support.flashinfer_doubles import LatentModule, Ragged, Wrapper, use_latent_module
 from wire.kv_layout import KvPart
@@ -85,7 +86,9 @@ def build_gpu(mix: GpuMix, kind: Kernels = "fa3", costs: Costs = NEVER) -> Laten
 
 
 @pytest.mark.usefixtures("doubles")
-@pytest.mark.parametrize(("family", "num_heads"), [("deepseek", 16), ("deepseek", 128), ("glm", 20), ("minicpm3", 40)])
+@pytest.mark.parametrize(
+    ("family", "num_heads"), [("deepseek", 16), combination("deepseek", 128), ("glm", 20), combination("minicpm3", 40)]
+)
 @pytest.mark.parametrize("costs", [NEVER, ALWAYS, Costs(absorbed=2.0)], ids=["absorbed", "expanded", "mixed"])
 def test_a_gpu_attends_both_ways(
     family: str, num_heads: int, costs: Costs, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +105,7 @@ def test_a_gpu_attends_both_ways(
 
 
 @pytest.mark.usefixtures("doubles")
-@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 16), (4, 20), (1, 128)])
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 16), (4, 20), combination(1, 128)])
 def test_captured_steps_share_the_memory_of_plans_and_use_the_scratch_that_was_planned(
     num_tokens: int, num_heads: int
 ) -> None:

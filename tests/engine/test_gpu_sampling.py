@@ -26,6 +26,7 @@ from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SEEN_BIT
 from engine.sampling.sample import adjust_logits_, sample_slowly
 from tests.support.batches import build_sampling_batch
+from tests.support.combinations import combination
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams
 
@@ -143,7 +144,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("vocabulary", "spread"), [(1, 3.0), (33, 3.0), (2048, 3.0), (4100, 3.0), (4100, 0.0)])
+@pytest.mark.parametrize(
+    ("vocabulary", "spread"), [(1, 3.0), combination(33, 3.0), combination(2048, 3.0), (4100, 3.0), (4100, 0.0)]
+)
 def test_one_batch_of_all_kinds(vocabulary: int, spread: float) -> None:
     seen = [token % vocabulary for token in (0, 0, 7, 30, 2047, 4099)]
     words = build_mask(set(range(0, vocabulary, 3)), vocabulary)
@@ -160,7 +163,7 @@ DECIDING = [
 TRIED = 60  # positions, of which at least one's noise makes the filter decide
 
 
-@pytest.mark.parametrize("params", DECIDING, ids=str)
+@pytest.mark.parametrize("params", [*map(combination, DECIDING[:4]), *DECIDING[4:]], ids=str)
 def test_where_a_filter_decides(params: SamplingParams) -> None:
     logits, positions = [], []
     for row in (random_logits(5, 4500, spread=2.0), random_logits(6, 4500, spread=2.0).round()):

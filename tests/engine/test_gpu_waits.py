@@ -40,7 +40,7 @@ from engine.weights.reader import ShardReader
 from engine.weights.table import Shard
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import tiny_config
-from tests.support.combinations import combination
+from tests.support.combinations import combination, others
 from tests.support.families import DEEPSEEK_V3
 from tests.support.flashinfer_doubles import Wrapper, use_latent_module
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill, PlansRagged, ShapesLatents
@@ -160,7 +160,7 @@ def of_odd_rows(requests: list[ForwardRow], **asked: Any) -> list[ForwardRow]:
 PROMPTS = [ForwardRow(row, 0, PROMPT, 1) for row in EVERYONE]
 
 
-@pytest.mark.parametrize("built", ["flashinfer", "graphs", "fp8", "torch_sdpa"], indirect=True)
+@pytest.mark.parametrize("built", ["flashinfer", "graphs", "fp8", combination("torch_sdpa")], indirect=True)
 def test_prompts_and_decode(built: Built, choices: Choices) -> None:
     num_replays = built.launch(PROMPTS, plain(20), plain(21), plain(31), plain(32), plain(33, [3, 4, 5]))
     assert num_replays == 5 * built.has_graphs
@@ -208,8 +208,8 @@ def test_a_layer_takes_few_launches(built: Built) -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "config"),
     [
-        ((8, 0), BF16, EXPERTS), combination((8, 9), BF16, EXPERTS), combination((9, 0), FP16, EXPERTS),
-        ((9, 0), BF16, EXPERTS), combination((12, 0), BF16, EXPERTS), ((9, 0), BF16, SINKS),
+        combination((8, 0), BF16, EXPERTS), combination((8, 9), BF16, EXPERTS), combination((9, 0), FP16, EXPERTS),
+        ((9, 0), BF16, EXPERTS), combination((12, 0), BF16, EXPERTS), combination((9, 0), BF16, SINKS),
     ],
     ids=["sm_80", "sm_89", "float16", "sm_90", "sm_120", "sinks"],
 )  # fmt: skip
@@ -231,8 +231,8 @@ def test_steps_of_experts_are_captured_on_every_card(
 @pytest.mark.parametrize(
     ("way", "config", "dtype"),
     [
-        ("flashinfer", CONFIG, BF16), ("flashinfer", EXPERTS, FP16), ("flashinfer", EXPERTS, BF16),
-        ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
+        ("flashinfer", CONFIG, BF16), combination("flashinfer", EXPERTS, FP16),
+        combination("flashinfer", EXPERTS, BF16), ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
     ],
     ids=["dense", "experts in float16", "experts", "sinks", "fp8"],
 )  # fmt: skip
@@ -277,8 +277,9 @@ class SecondOfTwo(Ranks):
 @pytest.mark.parametrize(
     ("way", "config", "ranks"),
     [
-        combination("flashinfer", CONFIG, ONE_RANK), ("graphs", CONFIG, ONE_RANK), ("fp8", CONFIG, ONE_RANK),
-        ("flashinfer", EXPERTS, ONE_RANK), ("graphs", SINKS, ONE_RANK), ("flashinfer", CONFIG, SecondOfTwo()),
+        combination("flashinfer", CONFIG, ONE_RANK), combination("graphs", CONFIG, ONE_RANK),
+        ("fp8", CONFIG, ONE_RANK), combination("flashinfer", EXPERTS, ONE_RANK), ("graphs", SINKS, ONE_RANK),
+        ("flashinfer", CONFIG, SecondOfTwo()),
         combination("graphs", EXPERTS, SecondOfTwo()),
     ],
     ids=["dense", "graphs", "fp8", "experts", "sinks", "ranks", "ranks with graphs"],
@@ -326,7 +327,7 @@ LARGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", others(LARGE, "Llama 8B"))
 def test_the_largest_step_takes_what_is_planned_for_it(
     name: str, choices: Choices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +342,7 @@ def test_the_largest_step_takes_what_is_planned_for_it(
         assert 0.5 * planned < used <= planned, (used, planned)
 
 
-@pytest.mark.parametrize("way", ["flashinfer", "graphs"])
+@pytest.mark.parametrize("way", ["flashinfer", combination("graphs")])
 def test_steps_with_latents(way: str, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts expand, answers and drafts absorb, one beside the other too."""
     gpu = ShapeGpu()

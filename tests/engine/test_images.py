@@ -31,6 +31,7 @@ from engine.vision.attention import WholeImageAttention
 from engine.vision.image_rows import Encoding, ImageRows, ImageRules, StepImages, gather
 from engine.vision.tower import VisionTower, load_tower
 from tests.support.checkpoints_vision import VISIONS, write_vlm_checkpoint
+from tests.support.combinations import others
 from tests.support.families import FAMILIES, IMAGE
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
@@ -63,7 +64,7 @@ class Case:
     logprobs: Tensor  # [NUM_NEW] of these tokens
 
 
-@pytest.fixture(scope="module", params=VISIONS)
+@pytest.fixture(scope="module", params=others(VISIONS, "qwen3_vl", "gemma3", "pixtral", "llava"))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return build_case(request.param, tmp_path_factory.mktemp("model"))
 

@@ -173,6 +173,7 @@ def test_groups_are_multiplied_exactly(bits: int, tables: Tables, row_bits: int)
         assert torch.equal(matrix.take_rows(ids), groups.dense()[ids].bfloat16())
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_codes_do_not_depend_on_what_the_compiler_contracts() -> None:
     """Without optimisation, GCC rounds a product before it is added to."""

@@ -130,6 +130,7 @@ def load_config_like(**change: int) -> ModelConfig:
     return replace(load_config(TARGET_DIR), **change)  # type: ignore[arg-type]
 
 
+@pytest.mark.nightly
 def test_ranks_get_the_same_right_bits_round_after_round_until_one_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.sum_process", str(tmp_path / "meet"), "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)

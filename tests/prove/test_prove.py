@@ -14,6 +14,7 @@ from tests.prove.__main__ import main
 from tests.prove.report import Report, build_markdown
 
 
+@pytest.mark.nightly
 def test_references_over_shared_memory_are_refused_by_name(tmp_path: Path) -> None:
     document = tmp_path / "README.md"
     document.write_text("# Head\n<!-- prove -->\nold\n<!-- /prove -->\ntail\n")

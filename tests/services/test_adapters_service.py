@@ -148,6 +148,7 @@ def check_deaths(service: Served, models: Models) -> None:
         wait_until(lambda: set(live.find(f"{role}-0")["adapters"].values()) == {"loaded"})  # noqa: B023
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("decode_tp", [1, 2] if os.environ.get("TEST_FAMILIES") else [2])  # `make families`: both
 def test_adapters(models: Models, decode_tp: int, tmp_path: Path) -> None:
     with served(models, decode_tp) as service:

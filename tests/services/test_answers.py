@@ -23,7 +23,7 @@ from tests.support.surface import MODEL
 
 # What reading a stream raises when its connection ends: the client's own error, or that of its HTTP library.
 BROKEN = openai.APIError, import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]).HTTPError
-NUM_STREAMS = 4
+NUM_STREAMS = 2
 NUM_BEFORE = 8  # events that each stream has at least when its gateway is killed
 NUM_TOKENS = 120
 STORY = {"type": "object", "properties": {"story": {"type": "string", "minLength": 2000}}, "required": ["story"]}
@@ -165,6 +165,7 @@ def test_gateways_that_both_believe_they_have_it(fleet: ProcessFleet) -> None:
     assert client_of(second).responses.retrieve(answer_id).status == whole[-1].response.status
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_chats_outlive_their_gateway(fleet: ProcessFleet, is_killed: bool) -> None:
     """Killed or drained: each choice's chunks come once and in order, in the form that was asked for, with usage."""
@@ -233,6 +234,7 @@ def test_drained_gateway(fleet: ProcessFleet) -> None:
     assert shape(events) == shape(whole)
 
 
+@pytest.mark.nightly
 def test_example_survives(fleet: ProcessFleet, postgres: Postgres) -> None:
     """The program of examples/ prints the whole answer although its gateway is killed in the middle."""
     first, second = fleet.gateway, fleet["gateway-b"]
@@ -299,6 +301,7 @@ def test_killed_database(fleet: ProcessFleet, postgres: Postgres) -> None:
     assert gateway.read_log().count("answers are not stored for now") == num_warned + 1
 
 
+@pytest.mark.nightly
 def test_alone_with_a_file(tmp_path: Path) -> None:
     """One gateway and a folder: after a kill the next one goes on."""
     flags = {"gateway": [f"--state-dir={tmp_path / 'state'}", f"--state-lease-s={LEASE_S:g}"]}

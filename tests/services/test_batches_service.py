@@ -77,6 +77,7 @@ def check_whole(client: openai.OpenAI, batch_id: str) -> None:
         assert said[f"{number}"] == live.choices[0].message.content
 
 
+@pytest.mark.nightly
 def test_a_gateway_killed_in_mid_batch_answers_each_line_once(fleet: ProcessFleet, client: openai.OpenAI) -> None:
     batch_id = begin(client)
     for share in (0.2, 0.6):
@@ -87,6 +88,7 @@ def test_a_gateway_killed_in_mid_batch_answers_each_line_once(fleet: ProcessFlee
     fleet.wait_until_unused()
 
 
+@pytest.mark.nightly
 def test_a_drain_leaves_the_rest_to_the_next_gateway(fleet: ProcessFleet, client: openai.OpenAI) -> None:
     batch_id = begin(client)
     wait_until(lambda: num_answered(client, batch_id) >= 20)

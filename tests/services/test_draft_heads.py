@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.support.combinations import combination
 from tests.support.draft_heads import write_medusa_oracle, write_mtp, write_oracle
 from tests.support.live import Live, serve_calmly
 from tests.support.oracle import Oracle, random_prompt
@@ -20,7 +21,7 @@ NUM_TOKENS = 40
 RANKS = ("--prefill-tp=2", "--decode-tp=1")  # the head's KV is put together from two ranks
 
 
-KINDS = ["eagle3", "medusa", *(["mtp"] if os.environ.get("TEST_FAMILIES") else [])]
+KINDS = ["eagle3", combination("medusa"), *(["mtp"] if os.environ.get("TEST_FAMILIES") else [])]
 
 
 @pytest.fixture(scope="module", params=KINDS)

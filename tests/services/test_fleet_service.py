@@ -59,6 +59,7 @@ def test_a_conversation_is_prefilled_once(live: Live, surface: Surface) -> None:
     assert num_prefilled(live) - before <= num_tokens + NUM_TURNS * PAGE_TOKENS
 
 
+@pytest.mark.nightly
 def test_routing_keeps_conversations_where_their_pages_are(live: Live, surface: Surface) -> None:
     """The two conversations take turns in overlapping; routing by load alone would swap their workers."""
     before = num_read(live)
@@ -83,6 +84,7 @@ def num_read(live: Live) -> float:
     return sum(live.metric(f"decode-{rank}", "kv_transfer_bytes_total") for rank in range(3))
 
 
+@pytest.mark.nightly
 def test_200_requests(live: Live, surface: Surface) -> None:
     """Mixed prompts, answers, streaming and transports: no error, and every pool is empty afterwards."""
     oracle = Oracle(TARGET_DIR)

@@ -196,6 +196,7 @@ def test_a_worker_dies_in_mid_answer(service: Service, name: str) -> None:
     service.ask("Fourth ", noise(seed + 4, 56, 40), "?")
 
 
+@pytest.mark.nightly
 def test_stutter_beside_images_is_measured(service: Service, tmp_path: Path) -> None:
     """The second half of each round has texts of as many tokens."""
     if not service.is_small:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grpc
+import pytest
 
 from kvtransfer.page_files import LOCK, host_folder
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
@@ -102,6 +103,7 @@ def damage(files: list[Path]) -> None:
         path.write_bytes(rng.choice(kinds))
 
 
+@pytest.mark.nightly
 def test_what_a_small_pool_evicts_is_read_back_from_memory(tmp_path: Path) -> None:
     """Both roles have room for one conversation; turns of three alternate."""
     model = write_model(tmp_path / "model", "llama")
@@ -118,6 +120,7 @@ def test_what_a_small_pool_evicts_is_read_back_from_memory(tmp_path: Path) -> No
     assert not [path for path in folder.glob("*/*/*") if path.name != LOCK]
 
 
+@pytest.mark.nightly
 def test_a_prefill_worker_answers_from_the_pages_of_another(tmp_path: Path) -> None:
     """Prompts that begin alike come at once: the worker that has their beginning is busy, so the other one reads it."""
     model = write_model(tmp_path / "model", "qwen3_5_text")

@@ -60,6 +60,7 @@ def reference(folder: Path, prompt_ids: Sequence[int]) -> list[int]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_long_conversation_and_its_next_turn(folder: Path) -> None:
     messages = [
         {"role": role, "content": " ".join(f"story {turn}.{at}: the fox {at * 7919 % 1000} runs" for at in range(20))}

@@ -71,6 +71,7 @@ def fleet(drafts: tuple[Path, Path], changes: Path, tmp_path_factory: pytest.Tem
         assert running.count("decode", "spec_accepted_tokens_total") > 0  # where drafts pay depends on the machine
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", READERS)
 def test_every_pair_gives_the_tokens_of_one_process(
     fleet: ProcessFleet, oracle: Oracle, changes: Path, name: str

@@ -40,6 +40,7 @@ def copy_checkout(folder: Path) -> None:
         (folder / ".venv" / stamp).touch()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(RUN_S + 60)
 def test_commands_work_as_they_are_written(tmp_path: Path) -> None:
     if not all(map(shutil.which, NEEDED)) or subprocess.run([*NETWORK, "true"], capture_output=True).returncode:

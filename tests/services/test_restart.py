@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from cli.plan import plan_restart
+from tests.support.combinations import combination
 from tests.support.command_line import run
 from tests.support.fault_answers import answers, ask_several
 from tests.support.live import HTTP, WAIT_S, Live, serve, wait_until
@@ -50,7 +51,7 @@ def undisturbed(live: Live) -> list[list[int]]:
     return answers(ask_several(live, NUM, NUM_TOKENS))
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("name", ["decode-0", combination("prefill-0")])
 def test_a_killed_worker_starts_again_and_is_taken_back(live: Live, undisturbed: list[list[int]], name: str) -> None:
     before = live.find(name)
     asking = ask_several(live, NUM, NUM_TOKENS)
@@ -69,6 +70,7 @@ def test_a_killed_worker_starts_again_and_is_taken_back(live: Live, undisturbed:
     wait_until(works)
 
 
+@pytest.mark.nightly
 def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[list[int]]) -> None:
     names = ("decode-0", "decode-1", "prefill-0")
     pids = {name: live.find(name)["pid"] for name in names}
@@ -92,6 +94,7 @@ def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[l
     assert answers(ask_several(live, NUM, NUM_TOKENS)) == undisturbed
 
 
+@pytest.mark.nightly
 def test_a_drain_that_is_too_short_moves_sessions(live: Live, undisturbed: list[list[int]]) -> None:
     stranger = drain(live, "decode-0", "another-secret-that-is-long-enough")
     asking = ask_several(live, NUM, 5 * NUM_TOKENS)  # longer than the command takes to start

@@ -18,7 +18,7 @@ from tests.faults.chaos import Case, Tally, build_cases, keep_asking
 from tests.support.fleet import Process, ProcessFleet, run_fleet
 from tests.support.live import HTTP_S, wait_until
 
-NUM_WORKERS, NUM_STREAMS, NUM_SWITCHES = 3, 6, 10
+NUM_WORKERS, NUM_STREAMS, NUM_SWITCHES = 3, 6, 6
 ROLES = ("prefill", "decode")
 SHAPES = [("prefill",), ("decode",), ROLES]
 CALL_S, UNUSED_S = 10.0, 60.0

@@ -46,12 +46,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 128
 # Model type |-> transports and tokens of a chunk. TEST_FAMILIES: also those of other families (`make nightly`).
 WAYS: dict[str, tuple[tuple[Transport, int], ...]] = {
-    "qwen3_5_text": (("shm", 1), ("grpc", 5), ("nixl", 16)), "lfm2": (("grpc", 5),), "granitemoehybrid": (("shm", 16),),
-}  # fmt: skip
+    "qwen3_5_text": (("shm", 1), ("grpc", 5), ("nixl", 16)),
+    "lfm2": (("grpc", 5),),
+}
 if os.environ.get("TEST_FAMILIES"):
     WAYS |= {
-        "lfm2": (("shm", 1), ("nixl", 16)), "qwen3_5_moe_text": (("shm", 1),), "granitemoehybrid": (("grpc", 5),),
-        "olmo_hybrid": (("nixl", 16),),
+        "lfm2": (("shm", 1), ("nixl", 16)), "qwen3_5_moe_text": (("shm", 1),),
+        "granitemoehybrid": (("shm", 16), ("grpc", 5)), "olmo_hybrid": (("nixl", 16),),
     }  # fmt: skip
 TYPES = tuple(WAYS)
 PROMPTS = [random_prompt(length, VOCAB, seed=length) for length in (23, 20, 21, 5, 3, 1, 40)]

@@ -125,6 +125,7 @@ def test_answers_are_of_one_set_and_nothing_stale_is_found(models: Models) -> No
         service.live.wait_until_unused()
 
 
+@pytest.mark.nightly
 def test_ranks_change_together(models: Models) -> None:
     with served(models, "--prefill-tp=2", "--decode-tp=2") as service:
         check_all_are(service, models, "old")

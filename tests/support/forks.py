@@ -21,12 +21,15 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
+
+from engine.cpu.build import BuildError, load_kernel
 
 PR_SET_CHILD_SUBREAPER = 36
 READERS = ("gateway.text.template_process", "gateway.images.processor_process")
@@ -39,6 +42,7 @@ MODULES = (  # that are forked; others are started
     "tests.support.pool_process", "tests.support.rank_follower", "tests.support.rank_process",
     "tests.support.stand_ins",
 )  # fmt: skip
+KERNELS = ("cpu_sampling", "cpu_linear", "cpu_paged", "cpu_states", "cpu_layers", "cpu_math")  # of most workers
 TEST_IMPORTS = ("anthropic", "openai", "peft", "transformers.generation.utils")  # of more than one file of tests
 TEST_PROCESS = "import sys;exec(eval(sys.stdin.readline()))"  # how xdist starts one
 MESSAGE_BYTES, MOST_FDS = 1 << 17, 64
@@ -244,11 +248,18 @@ def _forget_torch() -> None:
             function.cache_clear()
 
 
+def _build_kernels() -> None:
+    """Once, where none is cached: else each of the first workers would. Torch is imported, whose OpenMP they need."""
+    with suppress(BuildError), ThreadPoolExecutor(2) as builders:
+        list(builders.map(load_kernel, KERNELS))
+
+
 def main(fd: int, imports: Iterable[str]) -> NoReturn:
     """The template of a process that was not forked itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in imports:
         import_module(name)
+    _build_kernels()
     gc.collect()
     gc.freeze()  # no new process looks through these, which would copy their pages
     start = _serve(socket.socket(fileno=fd))

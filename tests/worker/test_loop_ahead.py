@@ -177,7 +177,8 @@ ABORTS = {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}
     ("which", "steps_ahead", "drafter", "num_pages", "aborted"),
     [
         ("late", 1, "off", 26, ABORTS), ("late", 1, "ngram", 26, {}), ("late", 1, "draft", NUM_PAGES, {}),
-        combination("late", 1, "draft", 26, ABORTS), ("led", 0, "ngram", 26, {}), ("led", 1, "draft", 26, ABORTS),
+        combination("late", 1, "draft", 26, ABORTS), combination("led", 0, "ngram", 26, {}),
+        ("led", 1, "draft", 26, ABORTS),
         ("late_head", 1, "draft", 26, ABORTS), ("led_head", 1, "draft", NUM_PAGES, {}),
         ("late_medusa_head", 1, "draft", 26, ABORTS), ("late_medusa_head", 1, "forks", 26, ABORTS),
         ("late", 1, "tree", 26, ABORTS), ("led", 1, "tree", 26, {}),

@@ -49,6 +49,7 @@ def build(name: str, routing: Routing, dtype: torch.dtype = torch.float32) -> An
 
 
 NUM_EXPERTS, TOP_K = 8, 3
+TILED = gpu_experts.MAX_ROWS + 1  # the fewest rows that take tiles
 WAYS = ("bucketed", "grouped", "kernels")  # kernels: interpreted
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -215,7 +216,8 @@ def test_routings_that_fit_no_model_are_refused(settings: dict[str, Any], said: 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # e^x in the interpreter, whose inverse is 0
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("activation", "has_bias"), [("silu", False), ("silu", True), ("gelu_tanh", False), ("clamped", True)]
+    ("activation", "has_bias"),
+    [("silu", False), combination("silu", True), combination("gelu_tanh", False), ("clamped", True)],
 )
 @pytest.mark.parametrize("num_rows", [1, gpu_experts.MAX_ROWS + 1, *map(combination, (4, 90))])
 def test_experts_add_up_like_a_loop(num_rows: int, activation: Activation, has_bias: bool, way: str) -> None:
@@ -242,8 +244,15 @@ def code(rows: Tensor, form: str) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("form", ["e4m3", "e4m3 blocks", "groups4", "groups8", "minimums4", "minimums8", "mxfp4"])
-@pytest.mark.parametrize("num_rows", [1, gpu_experts.MAX_ROWS + 1])
+@pytest.mark.parametrize(
+    ("form", "num_rows"),
+    [
+        ("e4m3", TILED), combination("e4m3", 1), combination("e4m3 blocks", TILED), ("e4m3 blocks", 1),
+        combination("groups4", TILED), ("groups4", 1), ("groups8", TILED), combination("groups8", 1),
+        ("minimums4", TILED), combination("minimums4", 1), combination("minimums8", TILED), ("minimums8", 1),
+        ("mxfp4", TILED), combination("mxfp4", 1),
+    ],
+)  # fmt: skip
 def test_experts_in_few_bits_add_up_like_a_loop_of_their_values(form: str, num_rows: int) -> None:
     activation: Activation = "clamped" if form == "mxfp4" else "silu"
     plain, rows, chosen = random_experts(activation, True, 256, 128), 2 * randn(num_rows, 256), choose(num_rows)
@@ -271,7 +280,9 @@ def test_kernels_with_depths_of_several_tiles(hidden: int, width: int) -> None:
     torch.testing.assert_close(mixed.double(), stacked.loop(rows, *chosen), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("counts", [[0, 37, 1, 0, 16, 15, 0, 0], [0] * 6 + [69, 0], [17, 0, 0, 0, 0, 0, 0, 16]])
+@pytest.mark.parametrize(
+    "counts", [[0, 37, 1, 0, 16, 15, 0, 0], combination([0] * 6 + [69, 0]), combination([17, 0, 0, 0, 0, 0, 0, 16])]
+)
 def test_experts_of_many_rows_have_tiles_of_their_own(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Depths and outputs of several tiles, too; slots are compared in several blocks."""
     monkeypatch.setattr(gpu_experts, "SORT_BLOCK", 16)
@@ -308,8 +319,11 @@ def test_where_torch_multiplies_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_rows", [4, 20])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"),
+    [(4, torch.bfloat16), combination(4, torch.float16), combination(20, torch.bfloat16), (20, torch.float16)],
+    ids=str,
+)
 def test_half_precision_stays_near(num_rows: int, dtype: torch.dtype, way: str) -> None:
     if way == "kernels" and num_rows > gpu_experts.MAX_ROWS and dtype is torch.bfloat16:
         pytest.skip("the interpreter does not multiply bfloat16")
@@ -349,7 +363,7 @@ def multiply_each(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([functional.linear(row[None], weight, bias) for row in rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [combination(torch.float32), torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
     stacked, rows = random_experts("silu", True).to(dtype), randn(16, HIDDEN).to(dtype)
     assert_alone_as_among_others(stacked.bucketed(multiply_each), rows)

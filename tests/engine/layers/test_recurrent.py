@@ -20,6 +20,7 @@ from engine.hybrids.ops import RecurrentOps
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
 from engine.layers.mixer import StateRows
 from tests.support.attention import needs_compiler
+from tests.support.combinations import combination
 from tests.support.instruction_sets import WIDTHS, built_for
 
 EPS = 1e-6
@@ -170,8 +171,14 @@ def test_short_convolutions_are_a_loop_over_tokens(sizes: tuple[int, int, int], 
 
 
 @pytest.mark.parametrize("ops", [TWIN, TRITON], ids=["twin", "triton"])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "step"),
+    [
+        (SIZES[0], MIXED), combination(SIZES[0], DECODE), combination(SIZES[1], MIXED), (SIZES[1], DECODE),
+        (SIZES[2], MIXED), (SIZES[2], DECODE),
+    ],
+    ids=[f"{sizes}-{step}" for sizes in SIZES for step in ("mixed", "decode")],
+)  # fmt: skip
 def test_delta_nets_are_a_loop_over_tokens(sizes: tuple[int, ...], step: Step, ops: RecurrentOps) -> None:
     check_delta_net(ops, step, sizes)
 

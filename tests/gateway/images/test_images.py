@@ -33,6 +33,7 @@ from tests.gateway.images.conftest import Vision
 from tests.support.api_server import SERVED, WAIT_S
 from tests.support.checkpoints import write_config
 from tests.support.checkpoints_vision import VISIONS, leave_out_torchvision, write_reading
+from tests.support.combinations import others
 from tests.support.vision import data_uri, picture, write_vision
 from wire.image_files import read_image
 
@@ -355,7 +356,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory, offload: Offload) -> dict[
     return asyncio.run(read())
 
 
-@pytest.mark.parametrize("name", VISIONS)
+@pytest.mark.parametrize("name", others(VISIONS, "qwen3_vl", "gemma3", "pixtral", "llava"))
 def test_prompts_are_as_transformers_has_them(prompts: dict[str, Prompt], name: str) -> None:
     folder, tokenizer, images, chat, files, found = prompts[name]
     rendered = tokenizer.render_chat(chat)

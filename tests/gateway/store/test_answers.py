@@ -19,6 +19,7 @@ from gateway.store import runs as running_answers
 from gateway.store.database import FILE, Database, StoreError
 from gateway.store.replay import Replays
 from tests.support.api_server import ANSWER, FULL, KEYS, PLAIN, SERVED, Served, run_api
+from tests.support.combinations import combination
 from tests.support.fake_engine_client import Script
 from tests.support.live import wait_until
 
@@ -164,7 +165,7 @@ def test_without_a_store(tmp_path: Path) -> None:
         assert "--state-dir" in plain.http.get(f"{PATH}/resp_x").json()["error"]["message"]
 
 
-@pytest.mark.parametrize("text", [ANSWER, f"before {CALL}", f"{CALL}{CALL}"])
+@pytest.mark.parametrize("text", [combination(ANSWER), f"before {CALL}", combination(f"{CALL}{CALL}")])
 def test_same_events_however_tokens_arrive(served: Served, other: Served, text: str) -> None:
     """Their borders, numbers and ids, in a stream, from its gateway and from another one's store."""
     shapes = []

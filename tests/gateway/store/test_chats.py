@@ -16,6 +16,7 @@ from gateway.errors import ApiError
 from gateway.store import runs as running_answers
 from gateway.store.database import FILE
 from tests.support.api_server import ANSWER, FULL, KEYS, PLAIN, SERVED, Served, run_api
+from tests.support.combinations import combination
 from tests.support.fake_engine_client import Script
 from tests.support.live import wait_until
 
@@ -186,7 +187,8 @@ def test_messages(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "num_choices"), [(ANSWER, 3), (f"before {CALL}", 1), (f"{CALL}{CALL}", 2), ("one, two END three", 2)]
+    ("text", "num_choices"),
+    [combination(ANSWER, 3), combination(f"before {CALL}", 1), (f"{CALL}{CALL}", 2), ("one, two END three", 2)],
 )
 def test_same_chunks_however_tokens_arrive(served: Served, other: Served, text: str, num_choices: int) -> None:
     """Their borders and numbers, in a stream, from its gateway and from another one's store, from every place."""

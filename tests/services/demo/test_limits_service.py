@@ -13,6 +13,7 @@ import grpc
 import httpx
 import pytest
 
+from tests.support.combinations import combination
 from tests.support.live import HTTP, Live
 from tests.support.surface import MODEL, Surface
 
@@ -38,7 +39,7 @@ def complete(demo: Live, headers: dict[str, str] | None = None, **fields: Any) -
 
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "num_answer"),
-    [(CONTEXT - 1, 1, 1), (CONTEXT - 10, None, 10)],
+    [(CONTEXT - 1, 1, 1), combination(CONTEXT - 10, None, 10)],
 )
 def test_what_just_fits_is_answered_alike(
     demo: Live, surface: Surface, num_prompt: int, max_tokens: int | None, num_answer: int

@@ -17,6 +17,7 @@ from transformers import (
 
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
+from tests.support.combinations import combination
 from tests.support.live import HTTP, Live
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import CHUNK, MODEL, PAGE_TOKENS, VOCAB, Surface, Told, transferred_bytes
@@ -40,7 +41,7 @@ def read_bytes(live: Live) -> float:
 # -- several choices -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 17, 130])
+@pytest.mark.parametrize("length", [combination(1), 17, combination(130)])
 def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
     demo: Live, surface: Surface, oracle: Oracle, length: int
 ) -> None:
