@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="-- and flags of `baton serve`")
     given = parser.parse_args()
     folder = locate_model(given.model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rounds = [write_texts(tokenizer, given.texts, given.tokens, seed) for seed in range(given.rounds)]
     peer = Peer(str(Path(folder)), given.peer_path) if given.peer_path is not None else None
     try:

@@ -79,7 +79,7 @@ def count_turns(
     def run(calls: Sequence[partial[Any]], cpu_s: float) -> list[TurnEnd[Any]]:
         left, done = min(budget, cpu_s), list[TurnEnd[Any]]()
         for call in calls:
-            number = call.args[1].params.handle
+            number = call.args[-2].params.handle
             if done and left <= 0:
                 break
             left -= costs[number]
