@@ -17,13 +17,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
 from transformers import AutoTokenizer
 
 from tests.support.live import serve
+from tests.support.pooled import cosine
 from worker.startup.models import locate_model
 
 WORDS = ("river", "mill", "sentence", "table", "number", "green", "window", "morning", "paper", "engine", "letter")
@@ -89,11 +89,6 @@ async def embed_by_http(url: str, texts: Sequence[str]) -> list[float]:
     return vectors[0]
 
 
-def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    squares = sum(a * a for a in one) * sum(b * b for b in other)
-    return float(sum(a * b for a, b in zip(one, other, strict=True)) / squares**0.5)
-
-
 async def measure(systems: dict[str, System], rounds: Sequence[Sequence[str]]) -> None:
     """Prints texts a second of each system in each round, and Baton's against each other's."""
     rates: dict[str, list[float]] = {name: [] for name in systems}
@@ -105,7 +100,7 @@ async def measure(systems: dict[str, System], rounds: Sequence[Sequence[str]]) -
             rates[name].append(len(texts) / (time.perf_counter() - started))
         nearest = {name: round(cosine(first, firsts["baton"]), 6) for name, first in firsts.items()}
         print({name: round(some[-1], 2) for name, some in rates.items()}, "cosine", nearest, flush=True)
-    for name in systems:
+    for name in [one for one in systems if one != "baton"]:
         ratios = [ours / theirs for ours, theirs in zip(rates["baton"][1:], rates[name][1:], strict=True)]
         print(f"baton / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
@@ -123,7 +118,7 @@ def main() -> None:
     folder = locate_model(given.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rounds = [write_texts(tokenizer, given.texts, given.tokens, seed) for seed in range(given.rounds)]
-    peer = Peer(str(Path(folder)), given.peer_path) if given.peer_path is not None else None
+    peer = Peer(folder, given.peer_path) if given.peer_path is not None else None
     try:
         with serve(given.model, *given.flags, hands_over=False) as live:
             urls = {"baton": live.url, **dict(one.split("=", 1) for one in given.url)}

@@ -1,4 +1,4 @@
-"""What a decode worker may have besides its steps: drafts and grammars.
+"""Interfaces to what a decode worker may have besides its steps: drafts and grammars.
 
 Each class is the interface, and the object of a worker without the thing; speculation/ and grammar/ implement them.
 """
@@ -11,7 +11,7 @@ from worker.sequences import ScheduledSequence, Sequence
 
 
 class Drafts:
-    """What drafts tokens for steps. This worker does not."""
+    """Drafts tokens for steps. This worker drafts none."""
 
     def resolve(self, drafter: str, max_draft_tokens: int) -> tuple[str, int]:
         """The drafter for a request that asks for `drafter` ("" or "auto": the worker's choice), and its most drafts.
@@ -23,7 +23,7 @@ class Drafts:
         return "off", 0
 
     def measured_s(self) -> float | None:
-        """What a step of one answer takes; None: it was not measured."""
+        """Seconds of a step with one answer; None if it was not measured."""
         return None
 
     def plan(self, scheduler: Scheduler, planned: Seq[ScheduledSequence]) -> None:
@@ -55,7 +55,7 @@ class Standing(Enum):
 
 
 class Masks:
-    """What keeps answers to their grammars. Answers have none here."""
+    """Keeps answers to their grammars. Answers have none here."""
 
     def concerns(self, step: ScheduledSequence) -> bool:
         """Whether the step chooses tokens that must match a grammar."""

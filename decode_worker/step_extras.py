@@ -1,4 +1,4 @@
-"""What decode adds to each step: drafts and masks."""
+"""Adds drafts and masks to each step of a decode worker."""
 
 import time
 from collections.abc import Mapping

@@ -42,7 +42,7 @@ NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
 class StepFeature:
-    """What a feature of rows adds to a step, on the host: see `RowFeature`."""
+    """The part of a step that a feature of rows adds, on the host: see `RowFeature`."""
 
     rope_positions: Ints | None = None  # [T], or [3, T] by time, row and column; None: the positions
     detours: Ints | None = None  # see `SampleSpec`; the first feature's alone
@@ -90,7 +90,7 @@ def take_turns(row: int, step: int) -> tuple[int, int]:
 
 
 class States(NamedTuple):
-    """What layers without attention keep of each sequence, in slots of a pool.
+    """The memory of layers without attention, of each sequence, in slots of a pool.
 
     A step reads one slot and writes another, so one that failed, or was taken back, can be launched again.
     """

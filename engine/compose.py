@@ -409,7 +409,7 @@ def assemble_engine(
 
 
 def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str, draft: Loaded | None) -> str | None:
-    """What cannot have trees of drafts; None: nothing."""
+    """The first reason why drafts are chains; None if they may be trees."""
     if isinstance(config, FallbackConfig):
         return "a model that transformers runs"
     found = {

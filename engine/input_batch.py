@@ -29,7 +29,7 @@ def to_float32(values: Sequence[float]) -> NDArray[np.float32]:
 
 
 class RowFeature:
-    """What sequences may have beside tokens, by row, and what it adds to their steps. With this class they have none.
+    """Something that sequences may have beside tokens, by row, and its part of their steps. This class: nothing.
 
     engine/adapters and engine/vision implement it.
     """

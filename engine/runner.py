@@ -73,7 +73,7 @@ class Begun:
 
 
 class Follower:
-    """What goes on from each step of a model: here, nothing does. engine/heads/follower.py: a draft head."""
+    """Goes on from each step of a model. This one does nothing; a draft head: engine/heads/follower.py."""
 
     def add_taps(self, batch: Batch) -> Batch:
         """The batch with memory for what it takes from the model."""

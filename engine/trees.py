@@ -33,7 +33,7 @@ def lay_out(layout: Layout, parents: Sequence[Parents | None]) -> Layout:
 
 
 class DraftTree(StepFeature):
-    """Of J requests of a step, with up to N new tokens. Where one has fewer, its first stands for the others."""
+    """Trees of J requests of a step, of up to N new tokens. Where one has fewer, its first stands for the others."""
 
     def __init__(self, layout: Layout, parents: dict[int, Parents]) -> None:
         which, starts = np.array([*parents]), layout.cu_seqlens_q.astype(np.int64)

@@ -1,4 +1,4 @@
-"""What a transport is: how a process makes a pool readable, and a reader of a peer's pool. Pages are bytes here."""
+"""The interface of a transport: makes a pool readable, and reads a peer's pool. Pages are bytes here."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence

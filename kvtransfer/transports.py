@@ -51,6 +51,6 @@ def choose_transport(ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: str, is_req
 
 
 def _explain_last(theirs: kv_pb2.Peer, obstacles: dict[str, str | None]) -> str:
-    """What is in the way of the fastest transport that the peer takes part in."""
+    """The obstacle to the fastest transport that the peer takes part in."""
     taken = [name for name in obstacles if theirs.ranks and name in theirs.ranks[0].transports]
     return obstacles[taken[0] if taken else ShmReader.name] or ""

@@ -96,7 +96,7 @@ def compose_budget(engine: FullEngine, prompt_tokens: int, setting: str, itl_goa
 def build_features(
     worker: Worker, config: PrefillConfig | DecodeConfig, peers: KVPeers, thread: EngineThread, metrics: WorkerMetrics
 ) -> Features:
-    """What this worker's service has. `peers`: closed by the caller, later. Raises OSError."""
+    """Builds the features of this worker's service. `peers`: closed by the caller, later. Raises OSError."""
     engine, slots = worker.engine, worker.scheduler.kv.states.cache
     parts = config.kv_events, config.kv_events_replay
     events = KVEvents(worker, thread, *parts) if config.kv_events else None

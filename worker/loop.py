@@ -45,7 +45,7 @@ class InFlightStep:
 
 
 class StepExtras:
-    """What a role adds to its steps; this one adds nothing. Called on the engine thread, which does not hold `lock`."""
+    """A role's part of its steps; this one adds nothing. Called on the engine thread, which does not hold `lock`."""
 
     def extend_plan(self, planned: list[ScheduledSequence], lock: Lock) -> None:
         """Reserve what the planned steps need beside their tokens."""
@@ -78,7 +78,7 @@ class StepExtras:
     def judge(
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
-        """What the role decides about a step. Index |-> why an answer must fail, or whether it is complete."""
+        """The role's verdict on a step. Index |-> why an answer must fail, or whether it is complete."""
         return {}
 
 

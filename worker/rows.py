@@ -43,7 +43,7 @@ class RowWriter:
             self._rows.drop_adapter(key)
 
     def requests(self, steps: Iterable[ScheduledSequence]) -> list[ForwardRow]:
-        """What the engine computes for each sequence. Writes their drafts."""
+        """The engine's work for each sequence. Writes their drafts."""
         drafted = [step for step in steps if step.drafts]
         ends = [(step.sequence.row, step.begin + step.count) for step in drafted]
         self._rows.write_tokens([(*at, np.array(one.drafts, np.int32)) for at, one in zip(ends, drafted, strict=True)])

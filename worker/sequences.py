@@ -49,7 +49,7 @@ NO_ADAPTER = HeldAdapter(-1, "")
 
 
 class SequenceState:
-    """What a sequence has of the model's recurrent state: nothing, unless states/ says so."""
+    """A sequence's share of the model's recurrent state: nothing, unless states/ says so."""
 
     __slots__ = ()
 
@@ -210,7 +210,7 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class Update:
-    """What a step, or an end, changes about one sequence, for its gateway or its Run call."""
+    """The change of one sequence by a step, or by its end, for its gateway or its Run call."""
 
     sequence: Sequence
     token_ids: Seq[int] = ()

@@ -4,8 +4,7 @@ Runs on the engine thread.
 """
 
 import time
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from decode_worker.speculation.lengths import CostCurve, CostMeter
+from decode_worker.speculation.repeats import find_repeats, propose_repeat
 from decode_worker.speculation.trees import MOST_BRANCHES, Branches, Choices, find_depth, plant
 from engine.batch import ForwardRow
 from engine.masks import allowed_words
@@ -25,12 +25,9 @@ from wire.sampling import LEAST_TEMPERATURE, MAX_DRAFT_TOKENS
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
 
-TOKEN_BYTES = array("i").itemsize
 ANY_SLOT = 0  # of the model's states, which what drafts does not touch
 NUM_LIKELIEST = 12  # tokens of which noise may make some the choices of a node
-NGRAM_WINDOW = 8192  # tokens searched for a repeat: 40 microseconds
 MOST_REPEATS = 4  # places that a tree goes on from
-LONGEST_MATCH, SHORTEST_MATCH = 4, 2  # tokens; one alone repeats by chance all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a drafter gives."""
+    """The drafts for one sequence."""
 
     token_ids: Seq[int] = ()
     parents: Seq[int] = ()  # of a tree, see `ScheduledSequence`; none: a chain
@@ -86,13 +83,13 @@ class NgramDrafter(Drafter):
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:
         """A step with drafts is in flight alone: none is waited for where what is known repeats nothing."""
         is_in_flight = sequence.num_coming > 1  # 1: of the step that is planned
-        return None if is_in_flight and not propose_repeat(sequence.tokens[-NGRAM_WINDOW:], 1) else 0
+        return None if is_in_flight and not propose_repeat(sequence.tokens, 1) else 0
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         return [self._propose(one) if one.count else Draft() for one in wanted]
 
     def _propose(self, one: Wanted) -> Draft:
-        tokens = one.sequence.tokens[-NGRAM_WINDOW:]
+        tokens = one.sequence.tokens
         if one.acceptance is None or self.branches is None:
             return Draft(propose_repeat(tokens, one.count))
         following: dict[tuple[int, ...], list[int]] = {}  # what was drafted |-> what goes on from it
@@ -106,37 +103,6 @@ class NgramDrafter(Drafter):
             return following.get(tuple(drafted), ())
 
         return Draft(*plant(one.count, one.acceptance, self.branches, choices), choices)
-
-
-def propose_repeat(tokens: "array[int]", count: int) -> list[int]:
-    """The first of `find_repeats`; empty when nothing repeats."""
-    return next(find_repeats(tokens, count), [])
-
-
-def find_repeats(tokens: "array[int]", count: int) -> Iterator[list[int]]:
-    """`count` tokens that followed each earlier place where the sequence's last tokens stand.
-
-    `tokens`: array("i"). Longer matches first, among equals the latest. A place near the end, as in "ababab", is read
-    on into what it proposes itself.
-    """
-    history, met = tokens.tobytes(), set[int]()
-    for size in range(min(LONGEST_MATCH, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
-        for begin in _find_places(history, history[-size * TOKEN_BYTES :]):
-            if begin + size not in met:
-                met.add(begin + size)
-                found = list(tokens[begin + size : begin + size + count])
-                while len(found) < count:
-                    found.append(found[begin + size - len(tokens)])
-                yield found
-
-
-def _find_places(history: bytes, pattern: bytes) -> Iterator[int]:
-    """Indices of the tokens at which `pattern` begins, the last first, its own place at the end excepted."""
-    end = len(history) - 1
-    while (at := history.rfind(pattern, 0, end)) >= 0:
-        if at % TOKEN_BYTES == 0:
-            yield at // TOKEN_BYTES
-        end = at + len(pattern) - 1  # a match across token borders is none
 
 
 class ModelDrafter(Drafter):
@@ -304,7 +270,7 @@ def order_choices(one: Wanted, depth: int, token: int, found: TokenLogprobs) -> 
 
 
 def build_drafter(runner: Runner, meter: CostMeter, chunk_tokens: int, has_kv: bool = True) -> ModelDrafter:
-    """Of a draft model or a head. has_kv: pages have its KV. Other parameters: see `ModelDrafter`."""
+    """Builds the drafter for a draft model or a head. has_kv: pages have its KV. Others: see `ModelDrafter`."""
     if not runner.is_head:
         return ModelDrafter(runner, meter, chunk_tokens)
     return (HeadDrafter if has_kv else ForkingDrafter)(runner, meter, chunk_tokens)

@@ -22,7 +22,7 @@ PRIOR_ACCEPTANCE = 0.6  # of a sequence that nothing is known of
 PRIOR_TRIALS = 2.0  # how many observed drafts that belief is worth
 DECAY = 0.95  # of what was observed, a draft: the last 20 count
 IDLE_DECAY = 0.98  # of what was observed, a step without a draft: after about 50 it is worth another try
-SEARCH_S = 4e-5  # of the host, for the drafts of a sequence without the draft model: see drafters.NGRAM_WINDOW
+SEARCH_S = 4e-5  # of the host, for the drafts of a sequence without the draft model: see repeats.WINDOW
 PROBE_STEPS = 32
 PROBE_LENGTHS = (1, 2, 4, 8)  # in turn: each measures another size of forwards; only from 2 on the draft model's
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a forward are counted as the next larger of these
@@ -73,7 +73,7 @@ class CostCurve:
 
 @dataclass(slots=True)
 class CostMeter:
-    """What forwards took lately, by their rows: measured at start, and by every step. The engine thread's.
+    """Recent seconds of forwards, by their rows: measured at start, and by every step. The engine thread's.
 
     A measurement counts less with each step after it, and is forgotten in the end. Otherwise a bad one could make
     drafts look too expensive for ever: no step would draft, and so none would measure again.
@@ -106,7 +106,7 @@ class CostMeter:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What drafts cost."""
+    """The cost of drafts."""
 
     step: CostCurve  # of the model
     draft: CostCurve | None  # of the draft model; None without one

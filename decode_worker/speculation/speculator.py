@@ -81,7 +81,7 @@ class Speculator(Drafts):
         return drafter, max_draft_tokens or self._max_draft_tokens
 
     def costs(self) -> Costs | None:
-        """What drafts cost; None if nothing is measured yet."""
+        """The cost of drafts; None if nothing is measured yet."""
         step = self._meter.curve()
         draft = next((curve for one in self._drafters.values() if (curve := one.cost()) is not None), None)
         return None if step is None else Costs(step, draft, self._drain_s)
@@ -115,9 +115,9 @@ class Speculator(Drafts):
         most = 0 if drafter is None or num_behind is None else min(most, drafter.most_drafts)
         num_steps = sequence.num_steps + sequence.num_coming - 1  # before this one: the same when they are collected
         num_left = max(sequence.most_tokens - len(sequence.tokens), 1)  # steps to come, which all gain by catching up
-        rate, most, branches = self._rate(sequence), min(most_drafts(sequence), most), self._find_branches(drafter)
+        rate, most, branches = self._rate(sequence), min(most_drafts(sequence), most), self._forks(drafter, num_answers)
         nodes: list[tuple[float, bool]] = []
-        if most and branches is not None and num_answers <= MOST_FORKING:  # as wide as it may be
+        if most and branches is not None:  # as wide as it may be
             most, most_depth = most_drafts(sequence), most
             nodes = list_nodes(most, rate, branches, most_depth)
             most = len(nodes)
@@ -131,8 +131,12 @@ class Speculator(Drafts):
         )
 
     def _find_branches(self, drafter: Drafter | None) -> Branches | None:
-        """Of one whose drafts may be trees here."""
+        """The branches of a drafter whose drafts may be trees here; None: they are chains."""
         return drafter.branches if self._takes_trees and drafter is not None else None
+
+    def _forks(self, drafter: Drafter | None, num_answers: int) -> Branches | None:
+        """The same, in a step with so many answers."""
+        return self._find_branches(drafter) if num_answers <= MOST_FORKING else None
 
     def _rate(self, sequence: Sequence) -> float:
         return self._acceptance.get(sequence, Acceptance()).rate
@@ -162,7 +166,7 @@ class Speculator(Drafts):
                     self._last[step.sequence] = draft.choices
 
     def _want(self, step: ScheduledSequence, drafter: Drafter, num_answers: int) -> Wanted:
-        forks = self._find_branches(drafter) is not None and num_answers <= MOST_FORKING
+        forks = self._forks(drafter, num_answers) is not None
         rate = self._rate(step.sequence) if forks and step.num_drafts else None
         return Wanted(step.sequence, step.begin + step.count, step.num_drafts, step.count > 1, rate)
 
@@ -236,7 +240,7 @@ def _measure_aside(runner: Runner, rows: InputBatch) -> CostMeter:
 
 
 def measure(runner: Runner, rows: InputBatch) -> CostMeter:
-    """What forwards of one-token sequences take."""
+    """Times forwards of one-token sequences."""
     meter = CostMeter()
     counts = [count for count in MEASURED_ROWS if count <= rows.num_rows]
     for row in range(max(counts)):

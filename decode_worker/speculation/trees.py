@@ -60,7 +60,7 @@ def grow(
 
 
 def list_nodes(count: int, acceptance: float, branches: Branches, most_depth: int) -> list[tuple[float, bool]]:
-    """Of the first `count` nodes: the chance to be right, and whether it is the first of its depth."""
+    """The first `count` nodes: the chance of each to be right, and whether it is the first of its depth."""
     found, depth = list[tuple[float, bool]](), 0
     for chance, path in islice(grow(acceptance, branches, lambda path: len(path) <= most_depth), count):
         found.append((chance, len(path) > depth))
@@ -69,7 +69,7 @@ def list_nodes(count: int, acceptance: float, branches: Branches, most_depth: in
 
 
 def find_depth(count: int, acceptance: float, branches: Branches, most_depth: int) -> int:
-    """Of the tree of the first `count` nodes."""
+    """The depth of the tree of the first `count` nodes."""
     return sum(is_first for _, is_first in list_nodes(count, acceptance, branches, most_depth))
 
 

@@ -12,7 +12,7 @@ from engine.batch import Batch
 
 
 def as_is(head_dim: int) -> int:
-    """Of pages that pad nothing."""
+    """The dims of a head in pages that are not padded."""
     return head_dim
 
 

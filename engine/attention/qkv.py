@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class RopeArgs(NamedTuple):
-    """What queries and keys still need: an RMSNorm per head, if the model has one, then the rotation."""
+    """The rest of the work on queries and keys: an RMSNorm per head, if the model has one, then the rotation."""
 
     cos: Tensor  # [T, 1, D]
     signed_sin: Tensor  # [T, 1, D], the first half negated

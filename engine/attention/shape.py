@@ -1,4 +1,4 @@
-"""What attention is told of a model. Imports no torch."""
+"""Shapes and constants of a model's attention. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from wire.kv_layout import KvPart
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same in all layers of a part of the pages, mostly in all layers of a model."""
+    """Properties that all layers of a part of the pages share, mostly all layers of a model."""
 
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv, divides Hq
@@ -21,11 +21,11 @@ class AttentionShape:
 
     @property
     def kept_numbers(self) -> int:
-        """Of a token in a page."""
+        """Numbers that a page keeps of a token."""
         return self.num_kv_heads * self.head_dim * (1 if self.value_dim else 2)
 
     def part(self, num_layers: int) -> KvPart:
-        """Of a page: so many such layers."""
+        """The part of a page that so many such layers take."""
         return KvPart(num_layers, self.num_kv_heads, self.head_dim, not self.value_dim)
 
 

@@ -86,7 +86,7 @@ class TorchSdpaAttention:
 def attend_by_hand(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """What SDPA lacks, in float32: [H, R, D], two of [H, C, D], mask [R, C], sinks [H, R, 1] -> [H, R, D]."""
+    """Attention that SDPA lacks, in float32: [H, R, D], two of [H, C, D], mask [R, C], sinks [H, R, 1] -> [H, R, D]."""
     scores = query.float() @ keys.float().transpose(1, 2) * scale  # [H, R, C]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What to build for. Kernels choose by the compiler's macros."""
+    """An instruction set to build for. Kernels choose by the compiler's macros."""
 
     flags: str  # the compiler's
     needs: str = ""  # what /proc/cpuinfo must list
@@ -81,7 +81,7 @@ def load_kernel(name: str) -> ctypes.CDLL:
 
 
 def find_instruction_set() -> str:
-    """What kernels are built for: $BATON_CPU_ISA, or the best that this CPU has. BuildError if it does not have it."""
+    """The set to build for: $BATON_CPU_ISA, or the best that this CPU has. BuildError if it does not have it."""
     if (name := os.environ.get(ISA) or NATIVE) == NATIVE:
         return runnable_instruction_sets()[-1]
     if name not in INSTRUCTION_SETS:
@@ -92,7 +92,7 @@ def find_instruction_set() -> str:
 
 
 def runnable_instruction_sets() -> list[str]:
-    """What this CPU can run."""
+    """The names of the sets that this CPU can run."""
     flags = _cpu_flags()
     return [name for name, isa in INSTRUCTION_SETS.items() if flags.issuperset(isa.needs.split())]
 
@@ -139,7 +139,7 @@ def _build(source: Path, command: list[str], link: list[str], path: Path) -> Non
 
 
 def _advice(complaint: str) -> str:
-    """What to do if the complaint is about a path that cannot be written; else empty."""
+    """Advice if the complaint is about a path that cannot be written; else empty."""
     signs = ("No space left", "Disk quota", "Read-only", "No usable temporary directory", "File too large")
     if not any(sign in complaint for sign in signs):
         return ""
@@ -169,7 +169,7 @@ def _fingerprint(source: Path, command: list[str], link: list[str]) -> str:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on: different machines may share a home folder."""
+    """The features that -march=native depends on: different machines may share a home folder."""
     return (
         platform.machine()
         + "".join(sorted({line for line in _cpu_lines() if line.startswith("model name")}))

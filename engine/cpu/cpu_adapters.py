@@ -1,4 +1,4 @@
-"""What adapters add to products on a CPU, by cpu_adapters.cpp."""
+"""Adds the products of adapters on a CPU, by cpu_adapters.cpp."""
 
 import ctypes
 from functools import cache

@@ -125,7 +125,7 @@ class PackedFormat(PlainFormat):
 
 
 def _name(product: Product) -> str:
-    """Of its packed weights: unlike any other product's."""
+    """The name of a product's packed weights, unlike any other product's."""
     part = product.parts[0]
     return part.weight if part.index is None else f"{part.weight}.{part.index}"
 

@@ -33,7 +33,7 @@ TRIES = 3
 
 
 class Epilogue(IntEnum):
-    """What the kernel does with the sums; enum Epilogue of cpu_multiply.h."""
+    """The kernel's last work on the sums; enum Epilogue of cpu_multiply.h."""
 
     ROUNDED = 0  # [T, N] bfloat16
     FLOATS = 1  # [T, N] float32
@@ -220,7 +220,7 @@ class PackedLinear:
         return self._multiply_into(out, rows, Epilogue.ROUNDED)
 
     def join(self, gate_up: Tensor) -> Tensor:
-        """What `split` returned |-> [T, num_outputs]"""
+        """The result of `split` |-> [T, num_outputs]"""
         if len(gate_up) < self._torch_rows:
             return cpu_adapters.join(gate_up, self.num_outputs)
         gate, up = gate_up.view(len(gate_up), -1, 2, PANEL_COLUMNS).unbind(2)

@@ -79,7 +79,7 @@ class GraphSize(NamedTuple):
 
 
 class Workspace:
-    """What backends that run in turn share: FlashInfer's scratch memory, and plans on their way to the device.
+    """Shared by backends that run in turn: FlashInfer's scratch memory, and plans on their way to the device.
 
     Each wrapper would have a plan of its own on both sides, and its next plan would wait until the last one was copied,
     which is after all steps launched before. On one stream a device buffer for each kind of plan is enough.
@@ -216,7 +216,7 @@ class FlashInferAttention:
 
     @cached_property
     def _drafts(self) -> Mapping[Window, Wrapper]:
-        """Of answers with drafts beside prompts."""
+        """Wrappers for answers with drafts beside prompts."""
         return self._build_all("fa2", "drafts")
 
     @cached_property

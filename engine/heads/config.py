@@ -12,7 +12,7 @@ OF_EITHER = ("embedding", "lm_head")  # what a draft head may take from its mode
 
 @dataclass(frozen=True, slots=True)
 class DraftHead(ConfigPart):
-    """What makes a decoder of one layer a draft head. Its row at position i is of the model's hidden rows there and of
+    """Makes a decoder of one layer a draft head. Its row at position i is of the model's hidden rows there and of
     the token after it, and predicts the token after that."""
 
     kind: Literal["eagle3", "mtp"]  # the layer's attention takes both side by side; or their product is the layer's row
@@ -50,6 +50,6 @@ class DraftHead(ConfigPart):
 
 
 def head_of(config: ModelConfig) -> DraftHead:
-    """Of a draft head's config."""
+    """The head's part of a draft head's config."""
     assert isinstance(config.draft_head, DraftHead)
     return config.draft_head

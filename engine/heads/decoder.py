@@ -1,4 +1,4 @@
-"""What drafts from a model's hidden rows. Here: one layer, with the model's embedding and perhaps its lm_head.
+"""Drafts from a model's hidden rows, here by one layer, with the model's embedding and perhaps its lm_head.
 
     position i:   [ hidden row of the model at i | token at i + 1 ] |-> the token at i + 2
 
@@ -23,7 +23,7 @@ from wire.sampling import MAX_DRAFT_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What makes the layer's rows."""
+    """Weights that make the layer's rows."""
 
     fc: Linear  # EAGLE-3: taps |-> H; MTP: a token's row and a hidden row, 2 H |-> H
     hidden_norm: Tensor  # [H]

@@ -1,4 +1,4 @@
-"""What drafts, behind its model's steps: it takes the hidden rows of each step, and the tokens that follow them."""
+"""Runs a draft head behind its model's steps: it takes each step's hidden rows, and the tokens that follow them."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -129,6 +129,6 @@ def name_medusa(config: ModelConfig, entries: Collection[str]) -> dict[str, str]
 
 
 def heads_of(config: ModelConfig) -> MedusaHeads:
-    """Of a config of Medusa heads."""
+    """The heads' part of a config of Medusa heads."""
     assert isinstance(config.draft_head, MedusaHeads)
     return config.draft_head

@@ -21,7 +21,7 @@ WEATHER = pb.Tool(
 
 
 def get_weather(city: str) -> str:
-    """What a real tool would look up."""
+    """Stands for a lookup of the weather."""
     return json.dumps({"city": city, "temperature": 21, "condition": "sunny"})
 
 

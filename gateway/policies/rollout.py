@@ -39,8 +39,9 @@ class Rollout(Revisions):
     shares: Mapping[str, float] = field(default_factory=dict)  # as runtime/config_parts.py: check_shares takes them
     share: Share = _keep_to_itself  # called when an operator has changed them
     is_for_several: bool = False  # models: revisions that no worker of a model has, alive or not, are other models'
-    # of the last list of workers, as many requests ask for the same: groups that are whole, and that decode alone
-    _divided: tuple[Sequence[WorkerView], Mapping[str, float], tuple[Groups, Groups]] | None = None
+    # of the last list of workers and all shares, as many requests ask for the same: the shares that concern these
+    # workers, groups that are whole, and groups that decode alone
+    _divided: tuple[Sequence[WorkerView], Mapping[str, float], Mapping[str, float], Groups, Groups] | None = None
 
     async def give(self, shares: Mapping[str, float]) -> None:
         """Takes an operator's shares, in place of those before."""
@@ -50,9 +51,8 @@ class Rollout(Revisions):
     def choose(self, workers: Sequence[WorkerView], key: str) -> Sequence[WorkerView]:
         """The workers for a new request. `key`: its session or id. Empty: no revision with a share is complete."""
         if self._divided is None or self._divided[0] is not workers or self._divided[1] is not self.shares:
-            self._divided = workers, self.shares, self._divide(workers)
-        whole, spare = self._divided[2]
-        shares = self._find_shares(workers)
+            self._divided = workers, self.shares, self._find_shares(workers), *self._divide(workers)
+        _, _, shares, whole, spare = self._divided
         return _draw(whole, key, shares) or _draw(spare, key, shares)
 
     def _find_shares(self, workers: Sequence[WorkerView]) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from decode_worker.service import build_params
 from decode_worker.speculation import speculator
-from decode_worker.speculation.drafters import LONGEST_MATCH, SHORTEST_MATCH, ModelDrafter, Wanted, propose_repeat
+from decode_worker.speculation.drafters import ModelDrafter, Wanted
 from decode_worker.speculation.lengths import (
     FORGOTTEN_STEPS,
     PROBE_LENGTHS,
@@ -24,6 +24,7 @@ from decode_worker.speculation.lengths import (
     choose_lengths,
     probe_length,
 )
+from decode_worker.speculation.repeats import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
 from engine.batch import ForwardRow
 from engine.cuda.graph_shapes import choose_shapes
 from engine.layer_config import MAX_LOGITS_AT_ONCE

@@ -12,16 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.speculation.drafters import (
-    LONGEST_MATCH,
-    SHORTEST_MATCH,
     Draft,
     ForkingDrafter,
     NgramDrafter,
     Wanted,
     build_drafter,
-    find_repeats,
 )
 from decode_worker.speculation.lengths import Candidate, CostCurve, CostMeter, Costs, choose_lengths
+from decode_worker.speculation.repeats import LONGEST_MATCH, SHORTEST_MATCH, find_repeats
 from decode_worker.speculation.trees import MOST_BRANCHES, Branches, find_depth, grow, list_nodes, plant
 from engine.engine import Engine
 from engine.trees import DraftTree

@@ -21,9 +21,10 @@ NICE = 10  # of the thread: steps go first
 
 
 class HugePages:
-    """Of one pool's memory file, over all its ranks. Pages are first used in their order (worker/prefix_cache.py).
+    """The huge pages of one pool's memory file, over all its ranks.
 
-    Attention reads 4 KiB of a page at a time, so with small pages each read misses the TLB: up to 12 % of its time.
+    Pages are first used in their order (worker/prefix_cache.py). Attention reads 4 KiB of a page at a time, so with
+    small pages each read misses the TLB: up to 12 % of its time.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -36,7 +37,7 @@ class HugePages:
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
 
     def collapse(self) -> bool:
-        """Of some that are used, or soon will be. The memory may be read and written meanwhile. False: of none now."""
+        """Makes some huge that are used, or soon will be, while they are read and written. False: none to make now."""
         unused = np.flatnonzero(self._pool.generations == 0)
         num_used = int(unused[0]) if len(unused) else self._pool.num_pages
         wanted = min(num_used * self._pool.page_bytes + AHEAD // len(self._ranks), self._rank_bytes)
@@ -57,7 +58,7 @@ class HugePages:
 
 
 async def use_huge_pages(pools: Sequence[Pool]) -> None:
-    """Until all that can be used has them."""
+    """Asks for huge pages until all memory that can have them has."""
     looked_at = [HugePages(pool) for pool in pools if pool.fd is not None and not pool.gpu_uuid]
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "kv-huge", partial(os.nice, NICE)) as executor:

@@ -52,7 +52,7 @@ class KnownPeer:
 
 
 class Landed(NamedTuple):
-    """What a read took."""
+    """Bytes and seconds of one read."""
 
     num_bytes: int
     seconds: float
@@ -166,7 +166,7 @@ class KVPeers:
         return KnownPeer(peer, readers, why, await self._measure(readers, peer.num_pages))
 
     async def _open_readers(self, transport: str, peer: kv_pb2.Peer) -> list[Reader]:
-        """Of its pages and, by the same transport, of its slots."""
+        """Opens a reader of its pages and, by the same transport, of its slots."""
         readers: list[Reader] = []
         try:
             for ours, theirs in zip(self._pools, (peer, peer.states), strict=False):

@@ -1,4 +1,4 @@
-"""What rank 0 of a worker asks of the others, and how their answers become one. ranks/ has a process for each."""
+"""Calls of rank 0 of a worker to the others, whose answers become one. ranks/ has a process for each."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence

@@ -77,7 +77,7 @@ class RankedPool:
         part.refs.extend(kv_pb2.PageRef(page=page, generation=int(generations[page])) for page in pages)
 
     async def add_checksums(self, part: OfferPart, num_readers: int) -> None:
-        """Of the named pages, for a worker of `num_readers` ranks; none where that is 0."""
+        """Adds checksums of the named pages, for a worker of `num_readers` ranks; none where that is 0."""
         if num_readers:
             runs = plan_all_runs(self.own.parts, num_readers, self.own.num_ranks)
             places = [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
@@ -85,7 +85,7 @@ class RankedPool:
             part.checksums.extend(await self.compute_checksums(pages, places))
 
     def plan_runs(self, peer: kv_pb2.Peer) -> list[tuple[int, Run]]:
-        """What our ranks read from a peer's, and an offer has checksums of."""
+        """The runs of bytes that our ranks read from a peer's, and of which an offer has checksums."""
         return plan_all_runs(self.own.parts, self.own.num_ranks, len(peer.ranks))
 
     async def verify(

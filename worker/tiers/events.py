@@ -71,7 +71,7 @@ MEDIUM = "GPU"  # vLLM's word for the pool, also where it is a CPU's
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What an event says of one."""
+    """One page, as an event describes it."""
 
     parent: bytes | None
     tokens: Seq[int]
@@ -164,7 +164,7 @@ class KVEvents:
             self._sender.answer()
 
     def _publish(self) -> bool:
-        """What changed. Returns whether more tokens are to be read at once."""
+        """Publishes changes. Returns whether more tokens are to be read at once."""
         with self._thread.lock:
             read = self.seen.read(PAGES_AT_ONCE)
         changes = self._log.report(self._number)

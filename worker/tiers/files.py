@@ -172,7 +172,7 @@ class KVTiers(KVSource):
             await self._readings["files"].fill(plan, self._load)
 
     def _plan(self, keys: Seq[PageKey]) -> RestorePlan:
-        """What to read. On a thread: it may ask the file system for each key."""
+        """Decides what to read. On a thread: it may ask the file system for each key."""
         tiers = [pool.tiers for pool in self._pools]
         for one in tiers:
             one.touch(keys)

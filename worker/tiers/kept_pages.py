@@ -19,7 +19,7 @@ OWNER_SHARE = 0.5  # of a pool: no owner keeps others' pages from it
 
 @dataclass(slots=True, eq=False)
 class _Hint:
-    """What one request said of some of its pages."""
+    """The wish of one request for some of its pages."""
 
     owner: str
     since: float

@@ -18,7 +18,7 @@ MAX_LOST = 1 << 16  # remembered; a follower that is further behind gets all key
 
 
 class KeyChanges(NamedTuple):
-    """What changed; or all keys where `since` is 0."""
+    """Keys that were gained and lost; all keys where `since` is 0."""
 
     since: int
     number: int
@@ -27,7 +27,7 @@ class KeyChanges(NamedTuple):
 
 
 class KeyLog:
-    """Of one cache, or of files."""
+    """Follows the keys of one cache, or of files."""
 
     def __init__(
         self, lock: AbstractContextManager[object] | None = None, max_keys: int = MAX_KEYS, max_lost: int = MAX_LOST
@@ -61,7 +61,7 @@ class KeyLog:
                 self._forgotten, _ = self._lost.popleft()
 
     def report(self, since: int) -> KeyChanges:
-        """What changed since an earlier report with this number; all keys where too much did, or the number is none."""
+        """Changes since an earlier report with this number; all keys where these are too many, or it is unknown."""
         with self._lock:
             if not since or not self._forgotten <= since <= self._number:
                 return KeyChanges(0, self._number, list(self._gained), [])

@@ -1,4 +1,4 @@
-"""What comes into a worker's pools from files or other workers, and what is lent to these. Pure."""
+"""Plans reads into a worker's pools from files or other workers, and loans to these. Pure."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -11,7 +11,7 @@ from worker.prefix_cache import NoRoomError
 
 
 class RestorePlan(NamedTuple):
-    """What to read from elsewhere, so that a prompt can continue there."""
+    """Pages and a slot to read from elsewhere, so that a prompt can continue there."""
 
     keys: Seq[PageKey]  # of pages, behind those that are cached
     slot_keys: Seq[PageKey]  # of one slot, or none
@@ -21,7 +21,7 @@ class RestorePlan(NamedTuple):
 def plan_restore(
     keys: Seq[PageKey], num_there: int, num_usable: int, num_found: int, has_slot: Callable[[PageKey], bool] | None
 ) -> RestorePlan:
-    """Of a prompt's keys `num_there` are cached, a step could continue behind `num_usable`, `num_found` are to be had.
+    """A prompt's keys: `num_there` are cached, a step could continue behind `num_usable`, `num_found` are to be had.
 
     `has_slot`: whether a key's checkpoint is to be had; None: the model has no states.
     """
@@ -32,7 +32,7 @@ def plan_restore(
 
 
 def plan_loan(keys: Seq[PageKey], begin: int, num_pages: int, num_slots: int) -> RestorePlan:
-    """What another worker lends of the pages of these keys: from `begin` on, and perhaps the slot behind the last."""
+    """Another worker's loan of the pages of these keys: from `begin` on, and perhaps the slot behind the last."""
     end = begin + num_pages
     return RestorePlan(keys[begin:end], keys[end - 1 : end] if num_slots else (), keys[:begin])
 
@@ -82,7 +82,7 @@ class Loan(NamedTuple):
 
 
 def find_loan(kv: KVCacheManager, keys: Seq[PageKey], begin: int, most: int) -> Loan:
-    """Of the pages of these keys that a step can continue behind, those from `begin` on, at most so many.
+    """Finds the pages of these keys that a step can continue behind: those from `begin` on, at most so many.
 
     The slot comes with the last of them; then all count as used now, once for all parts of a loan: that takes a
     decode step's time where there are 10,000.

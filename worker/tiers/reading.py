@@ -41,7 +41,7 @@ class Fresh:
         self._pages.update((page, (int(self._generations[page]), place)) for page in pages)
 
     def take(self, pages: Iterable[int], page_tokens: int) -> ReadTokens:
-        """What came from where of a new sequence's cached pages; to the next one they are nothing new."""
+        """Tokens of a new sequence's cached pages, by where they came from; each page counts for one sequence."""
         found = ((page, self._pages.pop(page, None)) for page in pages)
         num: Counter[str] = Counter(entry[1] for page, entry in found if entry and entry[0] == self._generations[page])
         return ReadTokens(*(num[origin] * page_tokens for origin in ReadTokens._fields))
