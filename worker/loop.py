@@ -164,13 +164,13 @@ class WorkerLoop:
                 self._rows.write(step.sequence)
         is_drained, began = self._was_drained, time.perf_counter()
         self._extras.draft(planned)
-        drafted_s = time.perf_counter() - began  # drafts have a cost of their own
+        started = time.perf_counter()
+        drafted_s = started - began  # drafts have a cost of their own
         needs_masks = bool(self._in_flight) and self._extras.needs_masks(planned)
         if not needs_masks:
             planned = self._extras.prepare(planned, updates, self.thread.lock)
             if not planned:
                 return
-        started = time.perf_counter()
         requests = self._rows.requests(planned)
         if led := [(step, step.draft_lead) for step in planned if step.draft_lead is not None]:
             with self.thread.lock:

@@ -5,6 +5,9 @@ right. It costs a row of the step and, with a draft model, a share of one forwar
 while they raise the expected tokens per second of the whole step. So long drafts are made for sequences that are easy
 to predict and in small batches; in large ones, whose rows are expensive, none.
 
+All answers of a step wait for all of its rows. So that none stutters as others are easy to predict, drafts at most
+double the time of a step of several answers.
+
 A step with drafts waits for the one before, which costs the device the time that the host takes between two steps: it
 has drafts where they pay for that too.
 
@@ -15,6 +18,7 @@ probes: every PROBE_STEPS steps it drafts although that seems to be worth nothin
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from wire.sampling import MAX_DRAFT_TOKENS
 
@@ -25,8 +29,9 @@ IDLE_DECAY = 0.98  # of what was observed, a step without a draft: after about 5
 SEARCH_S = 4e-5  # of the host, for the drafts of a sequence without the draft model: see repeats.WINDOW
 PROBE_STEPS = 32
 PROBE_LENGTHS = (1, 2, 4, 8)  # in turn: each measures another size of forwards; only from 2 on the draft model's
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a forward are counted as the next larger of these
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a forward are counted as the next larger of these
 NEWEST_SHARE = 0.1  # of the newest step in the average; the last 20 or so decide
+MOST_SLOWER = 2.0  # times the seconds of a step of several answers without drafts
 FORGOTTEN_STEPS = 1000  # steps after which a size that was not met again is forgotten
 
 
@@ -153,6 +158,7 @@ def _choose(candidates: Sequence[Candidate], other_rows: int, costs: Costs) -> t
     lengths = [0] * len(candidates)
     rows, tokens = other_rows + len(candidates), float(len(candidates))
     seconds = costs.step.seconds(rows) + costs.drain_s
+    most_s = MOST_SLOWER * seconds if rows > 1 else inf
     for depth in range(1, MAX_DRAFT_TOKENS + 1):
         before = rows
         for is_free in (True, False):
@@ -164,6 +170,8 @@ def _choose(candidates: Sequence[Candidate], other_rows: int, costs: Costs) -> t
                 all_tokens, draft_rows = all_tokens + gain, draft_rows + num_rows
                 drafting_s = draft.seconds(draft_rows) if draft else count * search_s
                 all_s = base_s + costs.step.seconds(rows + count) - costs.step.seconds(rows) + drafting_s
+                if all_s > most_s:
+                    break
                 if all_tokens * seconds > tokens * all_s:
                     num_best, tokens, seconds = count, all_tokens, all_s
             rows += num_best

@@ -93,6 +93,14 @@ def test_a_step_waits_for_the_one_before_only_where_that_pays() -> None:
     assert lengths(1.0, 14) == [0] * 15, "it would cost the others more than it gains"
 
 
+def test_drafts_at_most_double_a_step_of_several_answers() -> None:
+    """An answer that nothing is drafted for waits no longer, however easy the others are."""
+    curve = CostCurve(((1, 1.0), (8, 1.0), (128, 6.0)))
+    assert choose_lengths([Candidate(1.0, 16)], 0, Costs(CostCurve(((1, 1.0), (17, 6.0))), None)) == [16]
+    lengths = choose_lengths([Candidate(1.0, 0), *[Candidate(1.0, 16)] * 7], 0, Costs(curve, None))
+    assert lengths[0] == 0 and sum(lengths) >= 14 and curve.seconds(8 + sum(lengths)) <= 2.0
+
+
 CANDIDATES = st.builds(
     Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans(), st.integers(0, 300), st.integers(0, 8)
 )

@@ -5,6 +5,7 @@ Union tags begin with "~", so that error paths can omit them.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import (
@@ -67,13 +68,11 @@ class Body(BaseModel):
     types_rule: ClassVar[str] = ""
     takes_ids: ClassVar[bool] = False
 
-    _warned: tuple[str, ...] = PrivateAttr(())
-
     def warnings(self, path: str = "") -> Iterator[str]:
         """Warnings of fields without effect, in this body and those in it. `path`: its own, with a dot behind it."""
-        for name in self._warned:
-            yield f"{path}{name} has no effect here"
-        for name, value in self:
+        for name, value in vars(self).items():
+            if value is None or isinstance(value, str):  # almost all of thousands of messages; the next check is slower
+                continue
             if isinstance(value, Body):
                 yield from value.warnings(f"{path}{name}.")
             elif isinstance(value, list) and value and isinstance(value[0], Body):
@@ -87,17 +86,33 @@ class Body(BaseModel):
         kind = given.get("type") if isinstance(given, dict) else None
         if cls.types and isinstance(kind, str) and kind not in cls.types:
             raise _fault("unsupported_field", "type", f"{{path}} is {kind[:40]!r}; {cls.types_rule}")
-        if cls.ignored is None or not isinstance(given, dict):
+        if cls.ignored is None or not isinstance(given, dict) or given.keys() <= (supported := _names(cls)):
             built = build(given)
             return built
-        supported = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in given.items():
             if name not in supported:
                 _check_ignored(name, value, cls.ignored)
         built = build({name: value for name, value in given.items() if name in supported})
-        warned_of = [name for name, taken in cls.ignored.items() if taken is _WARNED]
-        built._warned = tuple(name for name in warned_of if given.get(name) is not None)
+        if isinstance(built, WarningBody):
+            warned_of = [name for name, taken in cls.ignored.items() if taken is _WARNED]
+            built._warned = tuple(name for name in warned_of if given.get(name) is not None)
         return built
+
+
+class WarningBody(Body):
+    """A body with fields that are `warned` of. Its own class, as messages, of which there are thousands, have none."""
+
+    _warned: tuple[str, ...] = PrivateAttr(())
+
+    def warnings(self, path: str = "") -> Iterator[str]:
+        yield from (f"{path}{name} has no effect here" for name in self._warned)
+        yield from super().warnings(path)
+
+
+@cache
+def _names(body: type[Body]) -> frozenset[str]:
+    """The names of its fields in requests."""
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 def _check_ignored(name: str, value: object, ignored: Ignored) -> None:
@@ -255,7 +270,7 @@ def needs_store(name: str) -> ApiError:
     return bad_request(why, name, "unsupported_field")
 
 
-class OrderFields(Body):
+class OrderFields(WarningBody):
     """When an answer is wanted; null means not given."""
 
     priority: int | None = Field(

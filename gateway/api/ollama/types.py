@@ -13,6 +13,7 @@ from gateway.api.http.body import (
     Many,
     TextOr,
     Texts,
+    WarningBody,
     WordOr,
     any_value,
     given_sampling,
@@ -36,7 +37,7 @@ _RANDOM_SEED = -1
 _NO_LIMITS = (-1, -2)  # values of num_predict: endless, and to the end of the context
 
 
-class Options(Body):
+class Options(WarningBody):
     """How to sample, and how long."""
 
     ignored = {
@@ -79,7 +80,7 @@ class Options(Body):
         }
 
 
-class _AskedBody(Body):
+class _AskedBody(WarningBody):
     """Fields that chats and plain prompts share; null means not given."""
 
     model: str
@@ -259,7 +260,7 @@ class ShowRequest(Body):
     name: str | None = Field(None, description="What older clients call it.")
 
 
-class EmbedBody(Body):
+class EmbedBody(WarningBody):
     """Body of POST /api/embed. Without texts it asks whether the model is there."""
 
     ignored = {**any_value("options"), **warned("keep_alive")}
@@ -277,7 +278,7 @@ class EmbedBody(Body):
         return EmbedRequest(name, texts, params, dimensions=self.dimensions, truncate=truncate)
 
 
-class OldEmbedBody(Body):
+class OldEmbedBody(WarningBody):
     """Body of POST /api/embeddings, of older clients."""
 
     ignored = EmbedBody.ignored

@@ -5,12 +5,14 @@ Tables: values that every API refuses, fields that one API refuses, and fields t
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from gateway.api.access import MAX_WARNING_CHARS, WARNING_HEADER, warning_headers
+from gateway.api.http.body import Body, WarningBody
+from gateway.api.http.body import warned as warned_fields
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, Served
@@ -488,6 +490,18 @@ def test_tools_that_need_not_fit_their_schemas_are_not_warned_of(
 ) -> None:
     outcome = api.ask(served, {"tools": [*tool(parameters=LOOSE), *tool("b")], **choice})
     assert outcome.status == 200 and WARNING_HEADER not in outcome.headers
+
+
+def test_what_is_warned_of_stands_in_bodies_that_can_say_so() -> None:
+    def walk(body: type[Body]) -> Iterator[type[Body]]:
+        yield body
+        for one in body.__subclasses__():
+            yield from walk(one)
+
+    (mark,) = warned_fields("name").values()
+    bodies = [body for body in walk(Body) if mark in (body.ignored or {}).values()]
+    assert len(bodies) >= 6
+    assert not [body for body in bodies if not issubclass(body, WarningBody)]
 
 
 @pytest.mark.parametrize("name", ["a\r\nx-evil: 1", "größe\x00", "\ud800", "x" * 10_000])
