@@ -94,10 +94,11 @@ class Others:
         return httpx.Client(base_url=self._url, timeout=WAIT_S, headers=headers)
 
     def _stream(self) -> None:
+        each = {"stream": True, "return_token_ids": True}  # also of tokens without text, which have no part otherwise
         with self._client("stream") as client:
             last = time.perf_counter()
             while not self._is_over.is_set():
-                with client.stream("POST", "/v1/completions", json={**self._body(400), "stream": True}) as answer:
+                with client.stream("POST", "/v1/completions", json={**self._body(400), **each}) as answer:
                     if answer.status_code != 200:
                         self.errors.append(f"the stream: {answer.status_code} {answer.read()[:200]!r}")
                         time.sleep(PERIOD_S)
