@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cli.certs import build_files
 from runtime import rpc
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig
+from runtime.config_parts import find_hosts
 from runtime.trust import TLS_FILES, TlsFiles, Trust
 from tests.support import command_line
 from wire.private_folders import IS_PRIVATE
@@ -370,6 +371,45 @@ def test_the_next_revision_is_the_same_workers_beside_those_that_serve(
         assert selects(owner["spec"]["selector"], pod.labels) and not selects(owner["spec"]["selector"], old.labels)
         for version in VERSIONS:
             kubernetes_validate.validate(owner, version, strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which builds overlays, is not installed")
+@pytest.mark.parametrize("overlay", ["gpu", "rdma"])
+def test_a_worker_of_two_hosts_is_the_same_one_in_a_leader_worker_set(
+    overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_FLEET_SECRET", "0123456789abcdef")
+    monkeypatch.setitem(FLEETS, "alone", (f"overlays/{overlay}",))
+    monkeypatch.setitem(FLEETS, "hosts", (f"overlays/{overlay}", "overlays/hosts"))
+    for name in ("alone", "hosts"):
+        (tmp_path / name).mkdir()
+    alone, together = (list(build(name, tmp_path / name)) for name in ("alone", "hosts"))
+    services = {one["metadata"]["name"]: one["spec"]["selector"] for one in together if one["kind"] == "Service"}
+    sets = {one["metadata"]["name"]: one for one in together if one["kind"] == "LeaderWorkerSet"}
+    before = {one["metadata"]["name"]: one for one in alone if one["kind"] == "StatefulSet"}
+    assert sets.keys() == before.keys() == {"baton-prefill", "baton-decode"}
+    assert not [one for one in together if one["kind"] == "StatefulSet"]
+    for name, owner in sets.items():
+        group = owner["spec"].pop("leaderWorkerTemplate")
+        template = group.pop("workerTemplate")
+        assert group == {"size": 2, "restartPolicy": "RecreateGroupOnPodRestart"}
+        assert owner["spec"].keys() == {"replicas"} and owner["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+        pod, old = (
+            read_pod(before[name] | {"spec": before[name]["spec"] | spec}, together)
+            for spec in ({"template": template}, {})
+        )
+        for version in VERSIONS:
+            kubernetes_validate.validate(pod.owner, version, strict=True)
+        configs = []
+        for index in range(2):
+            address = f"{name}-0.{name}.baton"  # by the Service of that name
+            variables = {"LWS_LEADER_ADDRESS": address, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(index)}
+            configs.append(find_hosts(pod.config, variables))
+            labels = pod.labels | {"leaderworkerset.sigs.k8s.io/worker-index": str(index)}
+            assert (services[name].items() <= labels.items()) == (index == 0), "gateways dial what serves"
+        hosts = {"tp": 2, "num_hosts": 2, "rendezvous": f"{address}:29500"}
+        assert configs == [replace(old.config, **hosts, host_rank=rank) for rank in range(2)]
+        assert pod.container["resources"]["limits"]["nvidia.com/gpu"] == configs[0].ranks_here
 
 
 async def test_the_certificate_that_the_tls_overlay_asks_for_names_all_workers(fleet: Fleet) -> None:
