@@ -59,6 +59,10 @@ class StepFeature:
     def keep(self, batch: "Batch", tokens: Tensor, pages: Tensor, flat_tokens: Tensor) -> None:
         """The step chose `tokens`, [S]: put what it leaves in pages and tokens where it belongs. Only launches."""
 
+    def as_chains(self, batch: "Batch") -> "Batch":
+        """The batch with the rows of what is right where a chain has them. After `keep`."""
+        return batch
+
     def find_lasts(self, lasts: Tensor) -> Tensor:
         """[R] last outputs of the step's rows |-> those after the last right drafts. After `keep`."""
         return lasts

@@ -377,7 +377,7 @@ def assemble_engine(
         rows.adapters = AdapterRows(adapters, num_rows)
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
-    why_chains = _find_why_chains(config, attention[0].backend.name, draft)
+    why_chains = _find_why_chains(config, attention[0].backend.name)
     if why_chains is None:
         rows.lay_out_trees = trees.lay_out
     tensors = [pool.tensor, pool.tensor if pool.draft_tensor is None else pool.draft_tensor]
@@ -408,7 +408,7 @@ def assemble_engine(
     )
 
 
-def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str, draft: Loaded | None) -> str | None:
+def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str) -> str | None:
     """The first reason why drafts are chains; None if they may be trees."""
     if isinstance(config, FallbackConfig):
         return "a model that transformers runs"
@@ -417,7 +417,6 @@ def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str, draft
         "layers with a sliding window": any(layer.window is not None for layer in config.layers),
         "layers that differ in their heads": len(set(config.attention_shapes)) > 1,
         "latents": config.token_kv is not None,
-        "a head with KV of its own": draft is not None and isinstance(draft.decoder, DraftDecoder) and draft.kv_parts,
         attention: attention not in TREE_ATTENTION,
     }
     return next((name for name, is_so in found.items() if is_so), None)

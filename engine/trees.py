@@ -51,6 +51,7 @@ class DraftTree(StepFeature):
         self._is_padding = np.arange(sizes[1]) >= counts[:, None]
         self._places, self._slots = layout.places[self.tokens], layout.slot_mapping[self.tokens]
         self._lasts: Tensor | None = None  # [J] among S
+        self._sources: Tensor | None = None  # [J, N], which of the new tokens each place gets
         self.detours: Ints = np.zeros((len(layout.logits_rows), int(num_logits.max())), np.int64)
         for at, own in enumerate(parents.values()):
             self._add(at, own)
@@ -87,11 +88,23 @@ class DraftTree(StepFeature):
         is_kept = (is_right[:, None] | ~sees).all(2) & ~is_padding  # one a depth, up to the last right one
         sources = torch.cat((own, own[:, :1]), 1)  # [J, N + 1], what each place gets: itself, where nothing is right
         sources = sources.scatter(1, torch.where(is_kept, depths, width), own)[:, :width]
+        self._sources = sources
         lasts = sources.gather(1, (depths * is_kept).amax(1, keepdim=True))
         self._lasts = outputs.gather(1, lasts)[:, 0]
         kept = chosen.gather(1, sources).clamp(min=0).to(torch.int32)
         flat_tokens.index_copy_(0, (places + 1).view(-1), kept.view(-1))
         self._move(pages, slots.gather(1, sources).view(-1), slots.view(-1))
+
+    def as_chains(self, batch: Batch) -> Batch:
+        assert self._sources is not None and batch.taps is not None
+        nodes, outputs, depths = upload([self.tokens, self._outputs, self.depths], batch.taps.device)
+        order = torch.arange(len(batch.token_ids), device=nodes.device)
+        order[nodes] = nodes.gather(1, self._sources)
+        positions, logits_rows = batch.positions.clone(), batch.logits_rows.clone()
+        positions[nodes] = positions[nodes[:, :1]] + nodes - nodes[:, :1]
+        logits_rows[outputs] = nodes[:, :1] + depths
+        taps = batch.taps.index_select(0, order)
+        return replace(batch, positions=positions, logits_rows=logits_rows, taps=taps, ancestors=None)
 
     def _move(self, pages: Tensor, sources: Tensor, targets: Tensor) -> None:
         if not pages.is_cuda:  # which ones is known

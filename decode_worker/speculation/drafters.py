@@ -189,42 +189,30 @@ class ModelDrafter(Drafter):
 
 
 class HeadDrafter(ModelDrafter):
-    """A draft head (EAGLE-3, Medusa, MTP), which has followed each step of the model: it lacks nothing, and its first
-    draft needs no forward."""
+    """Draft heads (EAGLE-3, Medusa, MTP), which have followed each step of the model: they lack nothing, and the first
+    draft needs no forward. The likeliest tokens in place of a chain's drafts make it a tree."""
 
     reads_prompts = False
 
-    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
+    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int, reads_drafts: bool = False) -> None:
+        """reads_drafts: what follows a draft depends on it (EAGLE-3, MTP), so nothing is known to follow others than
+        the chain's. Medusa's heads guess a place each, whatever goes before it."""
         super().__init__(runner, meter, chunk_tokens)
         self.most_drafts = runner.most_drafts
+        self.branches: Branches = Branches(not reads_drafts)
+        self._likeliest: list[list[list[int]]] = []  # of each sequence, by depth
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
-        drafts = iter(self._run_ahead([one for one in wanted if one.count]))
-        return [Draft(next(drafts)) if one.count else Draft() for one in wanted]
+        self._likeliest = [[] for one in wanted if one.count]
+        found = iter(self._run_ahead([self._as_deep(one) for one in wanted if one.count]))
+        likeliest = iter(self._likeliest)
+        return [self._plant(one, next(found), next(likeliest)) if one.count else Draft() for one in wanted]
 
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:
         return 0 if sequence.num_steps else None
 
     def _find_begin(self, one: Wanted) -> int:
         return one.end - 1
-
-
-class ForkingDrafter(HeadDrafter):
-    """Heads of which each guesses a place, whatever goes before it (Medusa): their likeliest tokens are a tree."""
-
-    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
-        super().__init__(runner, meter, chunk_tokens)
-        self.branches: Branches = Branches()
-        self._likeliest: list[list[list[int]]] = []  # of each sequence, by depth
-
-    def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
-        forking = [one for one in wanted if one.count and one.acceptance is not None]
-        if not forking:
-            return super().propose(wanted)
-        self._likeliest = [[] for one in wanted if one.count]
-        found = iter(self._run_ahead([self._as_deep(one) for one in wanted if one.count]))
-        likeliest = iter(self._likeliest)
-        return [self._plant(one, next(found), next(likeliest)) if one.count else Draft() for one in wanted]
 
     def _as_deep(self, one: Wanted) -> Wanted:
         """As a chain of the depth of its tree."""
@@ -237,7 +225,8 @@ class ForkingDrafter(HeadDrafter):
             return Draft(tokens)
 
         def choices(drafted: Seq[int]) -> Seq[int]:
-            return likeliest[len(drafted)] if len(drafted) < len(likeliest) else ()
+            is_known = self.branches.go_on or list(drafted) == tokens[: len(drafted)]
+            return likeliest[len(drafted)] if is_known and len(drafted) < len(likeliest) else ()
 
         return Draft(*plant(one.count, one.acceptance, self.branches, choices), choices)
 
@@ -273,4 +262,4 @@ def build_drafter(runner: Runner, meter: CostMeter, chunk_tokens: int, has_kv: b
     """Builds the drafter for a draft model or a head. has_kv: pages have its KV. Others: see `ModelDrafter`."""
     if not runner.is_head:
         return ModelDrafter(runner, meter, chunk_tokens)
-    return (HeadDrafter if has_kv else ForkingDrafter)(runner, meter, chunk_tokens)
+    return HeadDrafter(runner, meter, chunk_tokens, reads_drafts=has_kv)

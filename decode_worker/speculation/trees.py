@@ -24,7 +24,9 @@ Choices = Callable[[Sequence[int]], Sequence[int]]
 class Branches:
     """How often a drafter's second, third, ... choices were right where its first was not, by depth. Of all answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, go_on: bool = True) -> None:
+        """go_on: something is drafted behind other choices than the first, too."""
+        self.go_on = go_on
         self._tried = [PRIOR_TRIALS] * MAX_DRAFT_TOKENS
         self._right = [[share * PRIOR_TRIALS for share in PRIOR_SHARES] for _ in self._tried]
 
@@ -52,7 +54,7 @@ def grow(
             continue
         yield -chance, path
         depth, branch = len(path), path[-1] + 1
-        if depth < MAX_DRAFT_TOKENS:
+        if depth < MAX_DRAFT_TOKENS and (branches.go_on or not path[-1]):
             heappush(waiting, (chance * branches.rate(depth, 0, acceptance), (*path, 0), -chance))
         if branch < MOST_BRANCHES:
             own = parents * branches.rate(depth - 1, branch, acceptance)

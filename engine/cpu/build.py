@@ -23,7 +23,7 @@ from engine.weights.folders import list_cache_folders
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared")
-BUILD_S = 120
+BUILD_S = 300
 ROOM_BYTES = 10 << 20  # all kernels take 1 MiB, and the compiler's own files a few more
 ISA = "BATON_CPU_ISA"  # environment variable: build for less than this CPU has, to measure and test that
 NATIVE = "native"

@@ -90,7 +90,12 @@ class HeadFollower(RowFollower):
     def follow(self, batch: Batch, step: Prepared, hidden: Tensor, tokens: Tensor) -> None:
         """Drafts are worse if the head cannot; ranks would differ then."""
         try:
-            super().follow(batch, step, hidden, tokens)
+            chains = batch
+            for feature in step.layout.features:
+                chains = feature.as_chains(chains)
+            if chains is not batch:
+                self.plan(chains)
+            super().follow(chains, step, hidden, tokens)
         except Exception as error:
             if self._model.ranks.size > 1 or not is_out_of_memory(error):
                 raise

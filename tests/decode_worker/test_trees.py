@@ -1,6 +1,7 @@
 """Trees of drafts change no token, at any temperature, and what is right of them is accepted."""
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import islice
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from decode_worker.speculation.drafters import (
     Draft,
-    ForkingDrafter,
+    HeadDrafter,
     NgramDrafter,
     Wanted,
     build_drafter,
@@ -28,7 +29,7 @@ from tests.decode_worker.test_draft_heads import ask
 from tests.decode_worker.test_draft_heads import build as build_small
 from tests.decode_worker.test_speculation_equality import build, build_params, build_requests
 from tests.support.decoding import Answers, TreeDrafter, build_eager_speculator, build_forking_speculator, decode
-from tests.support.draft_heads import write_medusa, write_medusa_oracle, write_target
+from tests.support.draft_heads import Head, write_eagle3, write_medusa, write_medusa_oracle, write_oracle, write_target
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.tiny_models import VOCAB
 from wire.sampling import SamplingParams
@@ -134,10 +135,11 @@ def test_repeats_that_go_on_in_several_ways_are_a_tree(engine: Engine, tokenizer
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_heads_that_guess_each_for_itself_give_trees(tmp_path: Path, temperature: float) -> None:
-    """Random Medusa heads. A tree has what each head finds likeliest, with the sequence's noise, and no token twice."""
+@pytest.mark.parametrize("write", [write_medusa, write_eagle3])
+def test_random_heads_give_trees(tmp_path: Path, write: Callable[[Path, Any], Head], temperature: float) -> None:
+    """A tree has what the heads find likeliest, with the sequence's noise, and no token twice."""
     target = write_target(tmp_path / "model")
-    engine = build_small(tmp_path / "model", write_medusa(tmp_path / "head", target).draft_model, 60)
+    engine = build_small(tmp_path / "model", write(tmp_path / "head", target).draft_model, 60)
     assert engine.draft_runner is not None and engine.why_chains is None
     requests = [
         ask(
@@ -148,7 +150,7 @@ def test_heads_that_guess_each_for_itself_give_trees(tmp_path: Path, temperature
     ]  # fmt: skip
     plain = decode(engine, [replace(one, drafter="off") for one in requests])
     drafter = build_drafter(engine.draft_runner, CostMeter(), 64, engine.has_draft_kv)
-    assert isinstance(drafter, ForkingDrafter)
+    assert isinstance(drafter, HeadDrafter)
     speculator = build_forking_speculator({"draft": drafter})
     trees = list[Draft]()
     propose = drafter.propose
@@ -168,30 +170,34 @@ def test_heads_that_guess_each_for_itself_give_trees(tmp_path: Path, temperature
         assert len(set(pairs)) == len(pairs) and all(parent <= at for at, parent in enumerate(one.parents))
 
 
-def test_a_head_that_is_sometimes_second_best_has_its_second_choices_accepted(tmp_path: Path) -> None:
-    """The model's own lm_head as heads, over rows that are all the same: right at any temperature, as chains and trees.
+@pytest.mark.parametrize("write", [write_medusa_oracle, write_oracle])
+def test_a_head_that_is_sometimes_second_best_has_its_second_choices_accepted(
+    tmp_path: Path, write: Callable[[Path], tuple[Any, Head]]
+) -> None:
+    """The model's own lm_head as heads, over rows that are all the same: right at any temperature, as chains and trees;
+    and a head with KV of its own, which guesses right only where it has followed what was right of each tree.
 
-    Without the first choices only siblings are right: each step gives as many tokens as the tree is deep.
+    Without the first choices only siblings are right: each step gives two tokens, or as many as the tree is deep.
     """
-    _, head = write_medusa_oracle(tmp_path)
+    _, head = write(tmp_path)
     engine = build_small(tmp_path / "model", head.draft_model, 60)
     assert engine.draft_runner is not None
     requests = [ask(at, [5, 6, 7, at], 30, sampling=SamplingParams(1.0, seed=at), max_draft_tokens=9) for at in (1, 2)]
     plain = decode(engine, [replace(one, drafter="off") for one in requests])
 
-    class Second(ForkingDrafter):
+    class Second(HeadDrafter):
         """Swaps each head's first two choices."""
 
         def _plant(self, one: Wanted, tokens: list[int], likeliest: list[list[int]]) -> Draft:
             return super()._plant(one, tokens, [[second, first, *rest] for first, second, *rest in likeliest])
 
-    for kind in (ForkingDrafter, Second):
-        drafter = kind(engine.draft_runner, CostMeter(), 64)
+    for kind in (HeadDrafter, Second):
+        drafter = kind(engine.draft_runner, CostMeter(), 64, engine.has_draft_kv)
         speculator = build_forking_speculator({"draft": drafter})
         answers = decode(engine, requests, speculator)
         assert answers.tokens == plain.tokens
         steps = sum(end.timing.steps for end in answers.ends.values() if end.timing)
-        assert steps < (24 if kind is ForkingDrafter else 45), (kind, steps)
+        assert steps < (24 if kind is HeadDrafter else 45), (kind, steps)
 
 
 # -- which tree --------------------------------------------------------------------------------------------------------
