@@ -1,6 +1,8 @@
 """Vectors, scores and classes equal those of transformers, for a tiny checkpoint of each kind."""
 
 import json
+import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.pooling.encoder import Encoder, group_by_length
 from tests.support.checkpoints import write_tokenizer
 from tests.support.pooled import cosine, embed, hidden_of, open_engine, write_pooled
 from wire.pooling import read_pooling
@@ -53,6 +56,31 @@ def test_a_causal_text_in_chunks(tmp_path: Path) -> None:
     engine = open_engine(tmp_path)
     for whole, cut in zip(embed(engine, TEXTS), embed(engine, TEXTS, chunk=16), strict=True):
         assert cosine(whole, cut) > SAME
+
+
+def test_a_thread_for_each_part(tmp_path: Path) -> None:
+    """As many texts as threads, and more: each thread computes whole texts, with one thread's results."""
+    write_pooled(tmp_path, "bert", "BertModel", "mean_tokens")
+    engine, texts = open_engine(tmp_path), (TEXTS * 2)[:8]
+    model, seen = engine.runner.model, set[tuple[str, int]]()
+    assert isinstance(model, Encoder)
+    model._model.register_forward_hook(lambda *_: seen.add((threading.current_thread().name, torch.get_num_threads())))
+    together = embed(engine, texts)
+    assert len(seen) == 2 == torch.get_num_threads() and {count for _, count in seen} == {1}
+    seen.clear()
+    for one, ids in zip(together, texts, strict=True):
+        assert cosine(embed(engine, [ids])[0], one) > SAME
+    assert seen == {(threading.current_thread().name, 2)}, "one text has all threads"
+
+
+def test_groups() -> None:
+    counts = DICE.integers(1, 300, 50)
+    for most in (math.inf, 600.0, 1.0):
+        groups = group_by_length(counts, most)
+        assert sorted(at for group in groups for at in group) == list(range(50))
+        for own in (counts[group] for group in groups):
+            assert own.max() <= 1.25 * own.min() and (len(own) == 1 or own.max() * len(own) <= most)
+    assert [len(group) for group in group_by_length([128] * 8, 512.0)] == [4, 4]
 
 
 def test_products_follow(tmp_path: Path) -> None:

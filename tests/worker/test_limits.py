@@ -32,6 +32,7 @@ from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card
 from tests.support.checkpoints import write_checkpoint
 from tests.support.families import DEEPSEEK_V3
+from tests.support.pooled import write_pooled
 from worker.startup import limits
 from worker.startup.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
 from worker.startup.limits import (
@@ -305,6 +306,17 @@ def test_a_worker_on_a_gpu_asks_for_its_name_and_memory(monkeypatch: pytest.Monk
         assert found.max_running == (config.max_running or 1024)
         assert largest_step_of(found).chunk_tokens >= 512
     assert complete_here(DecodeConfig(model="/nowhere"), torch.device("cpu")).max_running == 64, "nothing is read"
+
+
+def test_each_thread_of_a_cpu_computes_texts_of_its_own(tmp_path: Path) -> None:
+    """As many for the next step come while one runs. Models whose texts are divided are as others."""
+    cpu, folders = torch.device("cpu"), [tmp_path / name for name in ("whole", "last")]
+    write_pooled(folders[0], "bert", "BertModel", "mean_tokens")
+    write_pooled(folders[1], "qwen3", "Qwen3Model", "lasttoken")
+    wide, usual = (complete_here(PrefillConfig(model=str(one), threads=8), cpu) for one in folders)
+    assert (wide.chunk_tokens, wide.max_running) == (4096, 64) and (usual.chunk_tokens, usual.max_running) == (512, 16)
+    chosen = complete_here(PrefillConfig(model=str(folders[0]), threads=8, chunk_tokens=32, max_running=3), cpu)
+    assert (chosen.chunk_tokens, chosen.max_running) == (32, 3)
 
 
 QUANTISED = {  # family, sizes |-> bytes of the file, H100s

@@ -20,10 +20,14 @@ from engine.weights.files import list_shards
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.gpus import find_card
-from runtime.hardware import available_memory_bytes
+from runtime.hardware import available_memory_bytes, num_cores, resolve_threads
 from wire.names import MTP, KvDType, Quantization
+from wire.pooling import read_pooling
 from worker.startup.limits import (
+    CPU_CHUNK,
+    CPU_PROMPTS,
     MIB,
+    SHORT_PROMPT,
     SHRINKS_TO,
     ConfigT,
     GpuRoom,
@@ -75,7 +79,7 @@ def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
 def complete_here(config: ConfigT, device: torch.device) -> ConfigT:
     """The settings with limits for `device`, that of rank 0. Raises ValueError or OSError like `build_engine`."""
     if device.type != "cuda":
-        return complete(config, None, None)
+        return complete(_widen(config), None, None)
     facts = torch.cuda.get_device_properties(device)
     shape = read_shape(config)
     completed = complete(config, shape, find_card(facts.name, facts.total_memory), facts.total_memory)
@@ -85,6 +89,19 @@ def complete_here(config: ConfigT, device: torch.device) -> ConfigT:
         graph_rows=limits.graph_rows,
     )  # fmt: skip
     return completed
+
+
+def _widen(config: ConfigT) -> ConfigT:
+    """Where texts are computed whole, each thread computes its own, and while a step runs others come for the next."""
+    if not isinstance(config, PrefillConfig):
+        return config
+    path = resolve_model_folder(config.model) / "config.json"
+    pooling = read_pooling(path.parent) if path.is_file() else None
+    if pooling is None or not pooling.is_whole:
+        return config
+    chunk = config.chunk_tokens or CPU_CHUNK * resolve_threads(config.threads, num_cores())
+    running = config.max_running or max(CPU_PROMPTS, 2 * chunk // SHORT_PROMPT)
+    return replace(config, chunk_tokens=chunk, max_running=running)
 
 
 def largest_step_of(config: PrefillConfig | DecodeConfig) -> LargestStep:
