@@ -32,7 +32,7 @@ System = Callable[[Sequence[str]], Awaitable[list[float]]]  # texts |-> the firs
 PEER = """
 import json, sys
 from sentence_transformers import SentenceTransformer
-model = SentenceTransformer(sys.argv[1], device="cpu")
+model = SentenceTransformer(sys.argv[1], device="cpu", model_kwargs={"dtype": sys.argv[2]})
 for line in sys.stdin:
     vectors = model.encode(json.loads(line), batch_size=32, show_progress_bar=False)
     print(json.dumps([len(vectors), vectors[0].tolist()]), flush=True)
@@ -50,10 +50,10 @@ def write_texts(tokenizer: Any, num_texts: int, num_tokens: int, seed: int) -> l
 class Peer:
     """sentence-transformers in a process of its own, with all cores."""
 
-    def __init__(self, model: str, path: str) -> None:
+    def __init__(self, model: str, path: str, dtype: str) -> None:
         paths = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PEER, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", PEER, model, dtype], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": paths},
         )  # fmt: skip
 
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=4, help="the first one warms up")
+    parser.add_argument("--dtype", default="float32", help="of sentence-transformers and of Baton")
     parser.add_argument("--url", action="append", default=[], help="NAME=URL of another server")
     parser.add_argument("--peer-path", help="where sentence-transformers is installed; none: not asked")
     parser.add_argument("flags", nargs="*", help="-- and flags of `baton serve`")
@@ -118,9 +119,9 @@ def main() -> None:
     folder = locate_model(given.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rounds = [write_texts(tokenizer, given.texts, given.tokens, seed) for seed in range(given.rounds)]
-    peer = Peer(folder, given.peer_path) if given.peer_path is not None else None
+    peer = Peer(folder, given.peer_path, given.dtype) if given.peer_path is not None else None
     try:
-        with serve(given.model, *given.flags, hands_over=False) as live:
+        with serve(given.model, f"--dtype={given.dtype}", *given.flags, hands_over=False) as live:
             urls = {"baton": live.url, **dict(one.split("=", 1) for one in given.url)}
             systems: dict[str, System] = {name: partial(embed_by_http, url) for name, url in urls.items()}
             if peer is not None:
