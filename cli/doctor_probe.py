@@ -23,6 +23,7 @@ from engine.heads.read_head import is_draft_head, read_head
 from engine.kv.pool import PoolShape
 from engine.models.config import ModelConfig
 from engine.models.table import shard_config
+from engine.stages import check_stages
 from engine.weights.table import Shard
 from gateway.text.trial import load_tokenizer
 from gateway.tools.dialect import find_dialect
@@ -104,6 +105,7 @@ def examine_model(config: ServeConfig, model_name: str) -> Model:
         for size in (config.prefill_tp, config.decode_tp):
             if isinstance(one, ModelConfig):
                 shard_config(one, Shard(0, size))
+        check_stages(one, max(config.prefill_pp, config.decode_pp))
         shape = PoolShape(1, pad_parts(one.kv_parts, device), config.page_tokens, kv_dtype)
         parts += shape.page_parts(shape.parts)
     attention = choose_for_layers(

@@ -214,14 +214,17 @@ def judge_service(
 
 def judge_worker(worker: WorkerPlan, machine: Machine, model: Model) -> Row:
     """Where one worker computes, by what, its limits, and how large its pool becomes. Raises ConfigError."""
-    tp = worker.settings.tp
-    page_bytes = page_bytes_of(model.parts, 0, tp)
-    card, memory_bytes, where = None, 0, "cpu" if tp == 1 else f"cpu, {tp} ranks"
+    tp, num_ranks = worker.settings.tp, worker.settings.num_ranks
+    page_bytes = page_bytes_of(model.parts, 0, num_ranks, worker.settings.pp)
+    card, memory_bytes, where = None, 0, "cpu" if num_ranks == 1 else f"cpu, {num_ranks} ranks"
     if model.device == "cuda":
         gpu, where = machine.gpus[worker.gpus[0]], f"gpu {', '.join(map(str, worker.gpus))}"
         card, memory_bytes = find_card(gpu.name, gpu.total_bytes), gpu.total_bytes
     plan = plan_pools(worker.settings, model.shape, page_bytes, card, memory_bytes, machine.memory_bytes)
-    pool_bytes, slots_bytes = (tp * plan.num_pages * page_bytes, tp * plan.num_slots * model.shape.slot_bytes_of(tp))
+    pool_bytes, slots_bytes = (
+        num_ranks * plan.num_pages * page_bytes,
+        tp * plan.num_slots * model.shape.slot_bytes_of(tp),
+    )
     chunk_tokens = limits_of(plan.settings, model.shape.vocab_size, most_logits(memory_bytes)).chunk_tokens
     found = (
         f"{where}; attention {model.attention} ({model.attention_reason}); {chunk_tokens} prompt tokens in a step; KV "

@@ -58,9 +58,9 @@ def choose_prefill_workers(config: ServeConfig, num_gpus: int) -> tuple[int, str
         return config.prefill_workers, "--prefill-workers"
     if config.device == "cpu" or (config.device == "auto" and not num_gpus):
         return 1, "on CPUs one is the default"
-    if config.prefill_tp > 1 or config.no_prefill != "fallback":
-        return 1, "--prefill-tp or --no-prefill asks for one"
-    needed = config.decode_workers * config.decode_tp * len(config.model)
+    if config.prefill_tp > 1 or config.prefill_pp > 1 or config.no_prefill != "fallback":
+        return 1, "--prefill-tp, --prefill-pp or --no-prefill asks for one"
+    needed = config.decode_workers * config.decode_tp * config.decode_pp * len(config.model)
     if num_gpus > needed:
         return 1, f"of {num_gpus} GPUs decode workers take {needed}"
     return 0, "decode workers need all GPUs and compute prompts too; another worker would load the weights once more"
@@ -88,11 +88,12 @@ def plan_workers(
     num_sharing = count_sharing(places, [len(own) for own in roles_of], num_awake)
     # No other worker uses the decode worker's cores: on a CPU it prefills by itself, unless told to hand prompts off.
     is_handed = num_prefill and config.local_prefill_max_tokens is not None
-    has_all_cores = not embedding and config.decode_workers == config.decode_tp == len(models) == 1 and not is_handed
+    num_decode_ranks = config.decode_workers * config.decode_tp * config.decode_pp
+    has_all_cores = not embedding and num_decode_ranks == len(models) == 1 and not is_handed
     plans: list[WorkerPlan] = []
     for (at, own_number, role), own in zip(roles, places, strict=True):
         (model_name, model), own_roles = models[at], roles_of[at]
-        given = {name: getattr(config, f"{role}_{name}") for name in ("max_running", "tp")}
+        given = {name: getattr(config, f"{role}_{name}") for name in ("max_running", "tp", "pp")}
         given |= {"model": model, "model_name": model_name}
         if config.lora and not config.max_loras:
             given["max_loras"] = max(len(config.lora), LEAST_LORAS)
@@ -121,9 +122,10 @@ def place_ranks(config: ServeConfig, roles: Sequence[str], num_gpus: int) -> lis
     places: list[tuple[int, ...]] = []
     begin = 0
     for role in roles:
-        name = f"{role}_tp"
-        size = getattr(config, name)
+        tp, pp = getattr(config, f"{role}_tp"), getattr(config, f"{role}_pp")
+        size = tp * pp
         if num_gpus:
+            name = f"{role}_tp" if tp > num_gpus or pp == 1 else f"{role}_pp"
             config.require(name, size <= num_gpus, f"{num_gpus} or less: each rank has a GPU of its own")
         places.append(tuple((begin + rank) % num_gpus for rank in range(size)) if num_gpus else (0,))
         begin += size
@@ -144,7 +146,7 @@ def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus:
     """The share of a GPU that each of its `num_sharing` workers may take. Raises ConfigError if they need more."""
     most = 1 / num_sharing
     if config.gpu_memory_share > most:
-        fewer = max(1, num_gpus // config.decode_tp)
+        fewer = max(1, num_gpus // (config.decode_tp * config.decode_pp))
         advice = "--prefill-workers 0" if num_prefill else f"--decode-workers {fewer}"
         raise ConfigError(
             f"gpu_memory_share={config.gpu_memory_share:g} cannot be used: {num_sharing} workers share a GPU, which "

@@ -63,6 +63,7 @@ from engine.pooling.load import build_forwards, load_encoder, probe_encoder
 from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
+from engine.stages import StagedRanks, build_follower, build_stage, check_stages
 from engine.varied.token_inputs import build_input_block, build_token_inputs
 from engine.vision.attention import WholeImageAttention
 from engine.vision.image_rows import ImageRows, ImageRules
@@ -72,8 +73,8 @@ from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.formats import PlainFormat
 from engine.weights.reader import OnProgress, ShardReader
 from engine.weights.table import Shard
-from wire.files import check_folder
-from wire.kv_layout import KvPart, PagePart
+from wire.files import check_folder, named
+from wire.kv_layout import KvPart, PagePart, most_layers
 from wire.names import MTP
 from wire.pooling import read_pooling
 
@@ -192,7 +193,7 @@ def load_model(
         if (pooling := read_pooling(folder)) is None:
             return open_foreign(folder, dtype, opened, on_progress, quantization, ranks)
         if ranks.size > 1 or quantization != "none":
-            raise ValueError(f"{folder}: transformers computes this model: set --tp 1 and --quantization none")
+            raise ValueError(f"{folder}: transformers computes this model: set --tp 1, --pp 1, --quantization none")
         return load_encoder(folder, pooling, dtype, opened, on_progress)
 
     def add(dtype: torch.dtype) -> Additions:
@@ -200,7 +201,24 @@ def load_model(
             return NO_ADDITIONS
         return Adapters(*adapter_limits, dtype, device, opened.ops.find(AdapterOps))
 
-    return load.load_model(folder, dtype, opened, PARTS, on_progress, quantization, ranks, max_context_tokens, add)
+    parts, own = PARTS, ranks
+    if isinstance(ranks, StagedRanks):
+        parts, own = _cut_stage(folder, ranks, adapter_limits), ranks.within
+    return load.load_model(folder, dtype, opened, parts, on_progress, quantization, own, max_context_tokens, add)
+
+
+def _cut_stage(folder: Path, ranks: StagedRanks, adapter_limits: AdapterLimits) -> Parts:
+    """Those that load a stage. ValueError if the model cannot be divided."""
+    with named(folder):
+        check_stages(load_config(folder), ranks.num_stages)
+    if adapter_limits.num_slots or read_pooling(folder):
+        what = "takes no adapters: set --max-loras 0" if adapter_limits.num_slots else "makes no vectors of texts"
+        raise ValueError(f"{folder}: a model in stages (--pp) {what}")
+
+    def build(build: Callable[[OpenFormat], DecoderT], source: Source) -> DecoderT:
+        return build_weights(build, replace(source, part=f"stage {ranks.stage} of {ranks.num_stages}"))
+
+    return replace(PARTS, build=build, assemble=partial(build_stage, ranks))
 
 
 def load_head(
@@ -289,6 +307,8 @@ def build_engine(
     torch.set_num_threads(threads)
     ranks = place.ranks
     device = choose_device(device_name, ranks.rank, ranks.size, place.num_hosts)
+    if isinstance(ranks, StagedRanks) and draft_model:
+        raise ValueError("a model in stages (--pp) takes no draft model: set --draft-model none, on both sides")
     check_kv_dtype(kv_dtype, device)
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
@@ -300,7 +320,7 @@ def build_engine(
         if draft_model:
             draft = _load_draft(draft_model, folder, loaded.decoder, context_tokens, quantization, ranks)
         vision, why_blind = None, None
-        if has_vision and ranks.rank == 0:
+        if has_vision and ranks.rank == 0 and not isinstance(ranks, StagedRanks):
             try:
                 vision = load_tower(folder, loaded.decoder.dtype, device)
             except ValueError as error:
@@ -332,7 +352,9 @@ def assemble_engine(
     if draft is not None and isinstance(draft.decoder, DraftDecoder) and draft.decoder.reads:
         decoder.tap(draft.decoder.reads)
     pool_dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
-    shapes = [PoolShape(1, pad_parts(one.decoder.config.kv_parts, device), page_tokens, pool_dtype) for one in models]
+    num_stages = ranks.num_stages if isinstance(ranks, StagedRanks) else 1
+    in_pages = [_find_parts(one, num_stages, device) for one in models]
+    shapes = [PoolShape(1, own, page_tokens, pool_dtype) for own in in_pages]
     slots = PoolShape(1, config.state_parts, 1, torch.float32)
     attention = [_choose_attention((one if one.kv_parts else model).decoder, page_tokens, pool_dtype) for one in models]
     context_tokens = _resolve_context(decoder, max_context_tokens)
@@ -349,7 +371,7 @@ def assemble_engine(
     if gpu_memory is not None and largest_step is not None and has_steps:
         measured = [*zip(decoders, attention, shapes, strict=True)]
         beside = 0 if vision is None else measure_peak(vision.encode_largest, device)
-        gpu_memory = (*gpu_memory[:2], beside + _measure_step(largest_step, measured, rows))
+        gpu_memory = (*gpu_memory[:2], beside + _measure_step(largest_step, measured, rows, ranks))
     sizes = size_pool(
         config.context_tokens, sum(shape.page_bytes for shape in shapes), ranks.size, gpu_memory,
         sum(one.decoder.mapped_bytes for one in models), slots.page_bytes,
@@ -359,7 +381,7 @@ def assemble_engine(
 
     def share(fd: int, parts: tuple[PagePart, ...]) -> PoolShare | None:
         barrier = partial(ranks.all_reduce_min, 0, device)
-        return PoolShare(ranks.rank, ranks.size, parts, fd, barrier) if ranks.size > 1 else None
+        return PoolShare(ranks.rank, ranks.size, parts, fd, barrier, num_stages) if ranks.size > 1 else None
 
     whole = [pad_parts(one.kv_parts, device) for one in models]
     parts = tuple(part for kv, own in zip(whole, shapes, strict=True) for part in own.page_parts(kv))
@@ -377,7 +399,7 @@ def assemble_engine(
         rows.adapters = AdapterRows(adapters, num_rows)
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
-    why_chains = _find_why_chains(config, attention[0].backend.name)
+    why_chains = _find_why_chains(config, attention[0].backend.name) or ("stages" if num_stages > 1 else None)
     if why_chains is None:
         rows.lay_out_trees = trees.lay_out
     tensors = [pool.tensor, pool.tensor if pool.draft_tensor is None else pool.draft_tensor]
@@ -406,6 +428,12 @@ def assemble_engine(
         vision=vision,
         pooled=pooled,
     )
+
+
+def _find_parts(model: Loaded, num_stages: int, device: torch.device) -> tuple[KvPart, ...]:
+    """This rank's parts of pages, with room for the layers of the largest stage."""
+    pairs = zip(pad_parts(model.decoder.config.kv_parts, device), model.kv_parts, strict=True)
+    return tuple(own._replace(num_layers=most_layers(whole.num_layers, num_stages)) for own, whole in pairs)
 
 
 def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str) -> str | None:
@@ -471,6 +499,8 @@ def check_new_weights(engine: FullEngine, folder: Path) -> str:
     if engine.has_head or engine.adapters is not None or engine.vision is not None:
         why = "what depends on its weights: set --draft-model none or to a model, --max-loras 0 and --no-vision"
         raise ValueError(f"this worker has a draft head, adapters or a part for images, {why}")
+    if engine.pool.num_stages > 1:
+        raise ValueError("a model in stages keeps its weights: set --pp 1")
     if not isinstance(here, ModelConfig):
         raise ValueError("models without code of Baton's own keep their weights")
     check_folder(folder)
@@ -567,7 +597,10 @@ def _gpu_memory(device: torch.device) -> tuple[int, int, int] | None:
 
 
 def _measure_step(
-    step: LargestStep, models: Sequence[tuple[Decoder, AttentionChoice, PoolShape]], rows: InputBatch
+    step: LargestStep,
+    models: Sequence[tuple[Decoder, AttentionChoice, PoolShape]],
+    rows: InputBatch,
+    ranks: Ranks = ONE_RANK,
 ) -> int:
     """Bytes that it takes beyond what torch holds. ValueError if it cannot be run."""
     try:
@@ -576,7 +609,8 @@ def _measure_step(
             rows.states = slot.split(torch.zeros(1, slot.page_elements, device=rows.device))
         decoders, attention, shapes = zip(*models, strict=True)
         pages = [torch.zeros(shape.sizes, dtype=shape.dtype, device=rows.device) for shape in shapes]
-        runner, draft_runner = _build_runners(ALONE, decoders, attention, pages, rows)
+        place = replace(ALONE, build_runner=partial(build_follower, ranks))
+        runner, draft_runner = _build_runners(place, decoders, attention, pages, rows)
         drafting = [] if draft_runner is None or isinstance(draft_runner, HeadRunner) else [draft_runner]
         return find_step_bytes(step, [runner, *drafting], rows)
     except Exception as error:

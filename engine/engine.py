@@ -84,8 +84,8 @@ class Engine:
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps to launch before the last one is collected. 0 on a CPU, which computes at launch."""
-        return 1 if self.device.type == "cuda" else 0
+        """How many steps to launch before the last one is collected. A CPU computes at launch; stages take turns."""
+        return max(int(self.device.type == "cuda"), self.pool.num_stages - 1)
 
     def describe(self) -> dict[str, str]:
         """Properties that the log shows at start."""
@@ -101,6 +101,7 @@ class Engine:
             "draft_model": self.draft_weights[:12] or "none",
             "drafts": "trees" if self.why_chains is None else f"chains, for {self.why_chains}",
             **({"ranks": str(self.pool.num_ranks)} if self.pool.num_ranks > 1 else {}),
+            **({"stages": str(self.pool.num_stages)} if self.pool.num_stages > 1 else {}),
         }
 
     def find_weaknesses(self) -> dict[str, str]:

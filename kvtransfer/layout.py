@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from protos import kv_pb2
-from wire.kv_layout import PagePart, can_divide, heads_of
+from wire.kv_layout import PagePart, can_divide, head_bytes_of, heads_of, layers_of, stage_of
 
 # 1: layers outermost in a page. 2: heads outermost (wire/kv_layout.py), which no other field shows. 3: ranks.
-# 4: Rank.transports. 5: Ticket.adapter, without which a prompt's KV would be the base model's.
-PROTOCOL_MIN = 6
-PROTOCOL_MAX = 6
+# 4: Rank.transports. 5: Ticket.adapter, without which a prompt's KV would be the base model's. 7: stages.
+PROTOCOL_MIN = 7
+PROTOCOL_MAX = 7
 MAX_RANKS = 1024  # of a peer
 
 _VERSION_FIELDS = ("protocol_min", "protocol_max")
@@ -77,9 +77,12 @@ def find_bad_ranks(parts: Sequence[PagePart], peer: kv_pb2.Peer) -> str | None:
     num_ranks = len(peer.ranks)
     if not 0 < num_ranks <= MAX_RANKS:
         return f"{num_ranks} ranks: a worker has 1 to {MAX_RANKS}"
-    undivided = [part.num_heads for part in parts if not can_divide(part.num_heads, num_ranks)]
+    stages = stages_of(peer)
+    if num_ranks % stages or stages > min((part.num_layers for part in parts), default=1):
+        return f"{num_ranks} ranks cannot be {stages} stages of its layers"
+    undivided = [part.num_heads for part in parts if not can_divide(part.num_heads, num_ranks // stages)]
     if undivided:
-        return f"{num_ranks} ranks cannot share {undivided[0]} KV heads"
+        return f"{num_ranks // stages} ranks cannot share {undivided[0]} KV heads"
     first = peer.ranks[0]
     if (first.address, first.pid) != (peer.address, peer.pid):
         whole = f"the worker {peer.pid} at {peer.address[:64]!r}"
@@ -87,31 +90,62 @@ def find_bad_ranks(parts: Sequence[PagePart], peer: kv_pb2.Peer) -> str | None:
     return None
 
 
-def plan_runs(parts: Sequence[PagePart], rank: int, size: int, their_size: int) -> list[Run]:
-    """Where rank `rank` of `size` finds its page in the pages of `their_size` ranks: one or two runs per peer rank.
+def stages_of(peer: kv_pb2.Peer) -> int:
+    """How many stages its ranks are divided into."""
+    return max(peer.stages, 1)
 
-    Two if the draft model's part is not adjacent on both sides. If several ranks have a head, our ranks take turns.
+
+def plan_runs(
+    parts: Sequence[PagePart], rank: int, size: int, their_size: int, stages: int = 1, their_stages: int = 1
+) -> list[Run]:
+    """Where rank `rank` of `size` finds its page in the pages of `their_size` ranks.
+
+    With equal stages one or two runs per peer rank: two if the draft model's part is not adjacent on both sides. Else
+    one per head and peer's stage that has some of its layers. If several ranks have a head, our ranks take turns.
     """
     runs: list[Run] = []
+    tp, their_tp, stage = size // stages, their_size // their_stages, stage_of(rank, size, stages)
     sources = [0] * their_size  # where the part begins in each rank's page
     target = 0
     for part in parts:
-        for head in heads_of(part.num_heads, rank, size):
-            peer, head_there = _find_head(part, head, rank, their_size)
-            _append(runs, Run(peer, sources[peer] + head_there * part.head_bytes, target, part.head_bytes))
-            target += part.head_bytes
-        for peer in range(their_size):
-            sources[peer] += len(heads_of(part.num_heads, peer, their_size)) * part.head_bytes
+        ours, theirs = head_bytes_of(part, stages), head_bytes_of(part, their_stages)
+        pieces = [(stage, 0, 0, ours)]
+        if stages != their_stages:
+            pieces = _find_pieces(part, stage, stages, their_stages)
+        for head in heads_of(part.num_heads, rank % tp, tp):
+            peer, head_there = _find_head(part, head, rank % tp, their_tp)
+            for their_stage, source, begin, num_bytes in pieces:
+                one = (their_stages - 1 - their_stage) * their_tp + peer
+                _append(runs, Run(one, sources[one] + head_there * theirs + source, target + begin, num_bytes))
+            target += ours
+        for one in range(their_size):
+            sources[one] += len(heads_of(part.num_heads, one % their_tp, their_tp)) * theirs
     return runs
 
 
-def plan_all_runs(parts: Sequence[PagePart], size: int, their_size: int) -> list[tuple[int, Run]]:
+def plan_all_runs(
+    parts: Sequence[PagePart], size: int, their_size: int, stages: int = 1, their_stages: int = 1
+) -> list[tuple[int, Run]]:
     """The runs of all `size` ranks of a reader, each with its rank: rank by rank, in the order of `plan_runs`."""
-    return [(rank, run) for rank in range(size) for run in plan_runs(parts, rank, size, their_size)]
+    return [
+        (rank, run) for rank in range(size) for run in plan_runs(parts, rank, size, their_size, stages, their_stages)
+    ]
+
+
+def _find_pieces(part: PagePart, stage: int, stages: int, their_stages: int) -> list[tuple[int, int, int, int]]:
+    """(their stage, first byte in a head there, in a head here, bytes) of the layers that both stages have."""
+    layer_bytes, own, pieces = part.head_bytes // part.num_layers, layers_of(part.num_layers, stage, stages), []
+    for other in range(their_stages):
+        there = layers_of(part.num_layers, other, their_stages)
+        first, end = max(own.start, there.start), min(own.stop, there.stop)
+        if first < end:
+            begins = (first - there.start) * layer_bytes, (first - own.start) * layer_bytes
+            pieces.append((other, *begins, (end - first) * layer_bytes))
+    return pieces
 
 
 def _find_head(part: PagePart, head: int, rank: int, their_size: int) -> tuple[int, int]:
-    """The peer's rank to read a head from, and the head's index on that rank."""
+    """The rank of a peer's stage to read a head from, and the head's index on that rank."""
     num_copies = max(their_size // part.num_heads, 1)
     first = head * their_size // part.num_heads
     peer = first + rank % num_copies

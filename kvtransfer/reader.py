@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.layout import plan_runs
+from kvtransfer.layout import plan_runs, stages_of
 from protos import kv_pb2
 from wire.kv_layout import PagePart, page_bytes_of
 
@@ -55,6 +55,7 @@ class PageStore(Protocol):
     parts: tuple[PagePart, ...]  # of a page, over all ranks
     rank: int
     num_ranks: int
+    num_stages: int
     generations: NDArray[np.uint64]  # one per page, changed by the owner when a page gets a new holder
     fd: int | None  # memory file with the generations and, unless they are on a GPU, the pages; None if there is none
     gpu_uuid: str  # of the pages' GPU; empty in main memory
@@ -168,8 +169,9 @@ class TransportReader(Reader):
         self._peer = peer
         self._store = store = local.store
         self._executor: Executor | None = local.executor  # None: asyncio's own
-        self._runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))  # who has which of our bytes
-        self._page_bytes = page_bytes_of(store.parts, 0, len(peer.ranks))  # of each of the peer's ranks
+        theirs = len(peer.ranks), store.num_stages, stages_of(peer)
+        self._runs = plan_runs(store.parts, store.rank, store.num_ranks, *theirs)  # who has which of our bytes
+        self._page_bytes = page_bytes_of(store.parts, 0, len(peer.ranks), stages_of(peer))  # of each peer rank
 
     @classmethod
     async def open(cls, local: Local, peer: kv_pb2.Peer) -> Self:

@@ -44,7 +44,7 @@ class _Target:
     stub: decode_pb2_grpc.DecodeStub
     incarnation: str = ""  # of the last handshake
     transport: str = ""
-    num_summed: int = 0  # its ranks, if it wants checksums
+    summed: kv_pb2.Peer = field(default_factory=kv_pb2.Peer)  # it, if it wants checksums; else a peer without ranks
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
 
 
@@ -95,7 +95,7 @@ class KVSender:
         async with self._greeted(ticket) as target:
             for pool, part, held in zip(self._pools, parts_of(offer), (pages, slots), strict=False):
                 pool.name(part, held)
-                await pool.add_checksums(part, target.num_summed)
+                await pool.add_checksums(part, target.summed)
             answer = await self._offer(target, offer)
             if answer.reason == "handshake":  # others came, and it has forgotten us
                 target.incarnation = ""
@@ -141,7 +141,7 @@ class KVSender:
                 answer: decode_pb2.HandshakeResponse = await self._ask(ticket, call)
                 if answer.wants_checksums:
                     self._check_ranks(answer.peer)
-                target.num_summed = len(answer.peer.ranks) if answer.wants_checksums else 0
+                target.summed = answer.peer if answer.wants_checksums else kv_pb2.Peer()
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
                 if target.incarnation != ticket.incarnation:

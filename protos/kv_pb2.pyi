@@ -29,7 +29,7 @@ class KvLayout(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., weights: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_dim: _Optional[int] = ..., draft_weights: _Optional[str] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "ranks", "states", "model", "revision")
+    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "ranks", "states", "model", "revision", "stages")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Peer(_message.Message):
     STATES_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     incarnation: str
@@ -56,7 +57,8 @@ class Peer(_message.Message):
     states: Peer
     model: str
     revision: str
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., states: _Optional[_Union[Peer, _Mapping]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
+    stages: int
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., states: _Optional[_Union[Peer, _Mapping]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., stages: _Optional[int] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("address", "pid", "transports", "host")

@@ -111,6 +111,10 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
     """Tensor-parallel ranks of each prefill worker; see --tp of `baton prefill`."""
     decode_tp: Annotated[int, count(1, MAX_TP)] = 1
     """Tensor-parallel ranks of each decode worker; may differ from --prefill-tp."""
+    prefill_pp: Annotated[int, count(1, MAX_TP)] = 1
+    """Stages of each prefill worker, of --prefill-tp ranks each; see --pp of `baton prefill`."""
+    decode_pp: Annotated[int, count(1, MAX_TP)] = 1
+    """Stages of each decode worker; may differ from --prefill-pp."""
     chunk_tokens: Annotated[int, at_least_a_page] = PrefillConfig.chunk_tokens
     """Most prompt tokens in one step of a prefill worker; 0 is by device."""
     prefill_max_running: Annotated[int, count(0)] = PrefillConfig.max_running
@@ -134,8 +138,10 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
         self.require("ray", not self.ray or find_spec("ray") is not None, "Ray: pip install 'baton[ray]'")
         self.require("ray", not self.ray or len(self.model) == 1, "one --model: with several, start each by itself")
         is_fixed, is_equal = self.roles == "fixed", self.decode_tp == self.prefill_tp
+        has_equal_stages = self.decode_pp == self.prefill_pp
         self.require("roles", is_fixed or not self.ray, "fixed with --ray")
         self.require("decode_tp", is_fixed or is_equal, "the same as --prefill-tp where workers change roles")
+        self.require("decode_pp", is_fixed or has_equal_stages, "the same as --prefill-pp where workers change roles")
         for name in ("max_prefill_workers", "max_decode_workers"):
             self.require(name, bool(self.ray) or not getattr(self, name), "--ray, which adds workers by load")
         fits_all = len(self.model) == 1 or self.draft_model in ("auto", NO_DRAFT)

@@ -385,8 +385,10 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     """Name of the model at a gateway that has several; empty: its folder's name or hub id, as there."""
     tp: Annotated[int, count(1, MAX_TP)] = 1
     """Processes that compute the model together, a part of its heads and weights each: tensor-parallel ranks."""
+    pp: Annotated[int, count(1, MAX_TP)] = 1
+    """Stages that divide its layers, each of --tp ranks, in a pipeline."""
     num_hosts: Annotated[int, count(0, MAX_TP)] = 1
-    """Hosts that share the ranks of --tp evenly: start the worker on each. 0: as a LeaderWorkerSet's variables say."""
+    """Hosts that share the ranks evenly: start the worker on each. 0: as a LeaderWorkerSet's variables say."""
     host_rank: Annotated[int, count(0, MAX_TP)] = 0
     """Which of them this is: 0 serves, and its settings are the others' too, except models, folders and addresses."""
     rendezvous: str = ""
@@ -425,7 +427,10 @@ class WorkerConfig(EngineConfig, ProcessConfig):
         self.require("host_rank", self.host_rank <= most, f"{most} or less, as --num-hosts is {self.num_hosts}")
         if self.num_hosts < 2:
             return
-        self.require("num_hosts", self.tp % self.num_hosts == 0, f"a number that divides --tp, which is {self.tp}")
+        here = self.ranks_here
+        has_parts = self.num_ranks == here * self.num_hosts and not (here % self.tp and self.tp % here)
+        ranks = f"--tp, which is {self.tp}" if self.pp == 1 else f"--tp x --pp, {self.tp} x {self.pp}, between stages"
+        self.require("num_hosts", has_parts, f"a number that divides {ranks}")
         self.require("rendezvous", is_host_port(self.rendezvous), "the host:port at which host 0 waits for the others")
         if not self.fleet_secret:
             raise ConfigError(
@@ -435,9 +440,14 @@ class WorkerConfig(EngineConfig, ProcessConfig):
         self.require("host", is_reached, "an address that the other hosts of --num-hosts reach")
 
     @property
+    def num_ranks(self) -> int:
+        """Its processes, over all stages."""
+        return self.tp * self.pp
+
+    @property
     def ranks_here(self) -> int:
         """How many of its ranks each of the worker's hosts has."""
-        return self.tp // max(self.num_hosts, 1)
+        return self.num_ranks // max(self.num_hosts, 1)
 
     @property
     def reachable_host(self) -> str:

@@ -79,6 +79,7 @@ class PagePart(NamedTuple):
 
     num_heads: int  # that ranks divide
     head_bytes: int  # all layers; of pages, keys and values
+    num_layers: int = 1  # that stages divide
 
 
 def can_divide(num_kv_heads: int, size: int) -> bool:
@@ -93,6 +94,29 @@ def heads_of(num_kv_heads: int, rank: int, size: int) -> range:
     return range(first, first + count)
 
 
-def page_bytes_of(parts: Sequence[PagePart], rank: int, size: int) -> int:
-    """Bytes of one rank's page."""
-    return sum(len(heads_of(part.num_heads, rank, size)) * part.head_bytes for part in parts)
+def stage_of(rank: int, size: int, stages: int) -> int:
+    """The stage of one of all `size` ranks. Rank 0 is in the last, which ends each step and has the tokens."""
+    return stages - 1 - rank * stages // size
+
+
+def layers_of(num_layers: int, stage: int, stages: int) -> range:
+    """A stage's layers; the first stages have one more if they cannot be equal."""
+    few, more = divmod(num_layers, stages)
+    first = stage * few + min(stage, more)
+    return range(first, first + few + (stage < more))
+
+
+def most_layers(num_layers: int, stages: int) -> int:
+    """Layers for which each stage's pages have room, so that those of all ranks have the same size."""
+    return -(-num_layers // stages)
+
+
+def page_bytes_of(parts: Sequence[PagePart], rank: int, size: int, stages: int = 1) -> int:
+    """Bytes of one rank's page. size: of all stages together."""
+    tp = size // stages
+    return sum(len(heads_of(part.num_heads, rank % tp, tp)) * head_bytes_of(part, stages) for part in parts)
+
+
+def head_bytes_of(part: PagePart, stages: int) -> int:
+    """Bytes of a head in the page of one rank."""
+    return part.head_bytes // part.num_layers * most_layers(part.num_layers, stages)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from engine.compose import FullEngine
 from engine.engine import Engine, Place
@@ -23,7 +24,7 @@ from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
 from worker.ranks import host_process
 from worker.ranks.children import RankChildren
-from worker.ranks.leader import LedHeadRunner, LedInputBatch, LedRunner
+from worker.ranks.leader import LedHeadRunner, LedInputBatch, LedRunner, StagedRunner
 from worker.role import Worker
 from worker.startup.build import build_rank_engine, choose_rank_device, find_weights, join_rank
 from worker.startup.device_limits import complete_here
@@ -49,13 +50,14 @@ def start_engine(
 
 def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> tuple[OtherRanks, Place]:
     """Starts the other ranks of this worker. Returns them, and what this process's engine has of that."""
-    if config.tp == 1:
+    if config.num_ranks == 1:
         return ALONE, Place()
     children = RankChildren(role, config, incarnation)
     leader = children.leader
     ranks = join_rank(config, 0, children.rendezvous, children.interface)
+    lead = LedRunner if config.pp == 1 else StagedRunner
     place = Place(
-        ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
+        ranks, children.pool_fds, partial(LedInputBatch, leader), partial(lead, leader),
         partial(LedHeadRunner, leader, 1), num_hosts=config.num_hosts,
     )  # fmt: skip
     return children, place
@@ -87,10 +89,13 @@ def build_adapters(engine: FullEngine) -> Adapters:
 
 def compose_budget(engine: FullEngine, prompt_tokens: int, setting: str, itl_goal_s: float = 0.0) -> TokenBudget:
     """`setting`: the flag that sets prompt_tokens; `itl_goal_s`: longest step with answers; 0: no goal."""
-    others = {"fit": fit_chunk} if engine.sees_whole_images else {}
+    others: dict[str, Any] = {"fit": fit_chunk} if engine.sees_whole_images else {}
     if engine.pooled is not None and engine.pooled.is_whole:
         others = {"fit": lambda params, begin, count: params.num_prompt - begin}  # a text is one step's
-    return build_budget(prompt_tokens, setting, engine.device.type, build_sizer=choose_sizer(itl_goal_s), **others)
+    num_stages = engine.pool.num_stages
+    others |= {"build_sizer": choose_sizer(itl_goal_s), "num_stages": num_stages}
+    most = max(prompt_tokens // num_stages, engine.pool.shape.page_tokens)  # so that a prompt's chunks fill all stages
+    return build_budget(most, setting, engine.device.type, **others)
 
 
 def build_features(

@@ -132,7 +132,7 @@ class WorkerLoop:
     def _plan(self, updates: list[Update]) -> list[ScheduledSequence]:
         """Plan the next step. If the plan depends on launched steps, collect these first."""
         num_in_flight = len(self._in_flight)
-        if self._in_flight and _has_drafts(self._in_flight[-1].planned):
+        while self._in_flight and _has_drafts(self._in_flight[-1].planned):
             updates += self._collect()
         planned = self._plan_once()
         if self._in_flight and (self._scheduler.is_short or self._extras.needs_device(planned)):
@@ -166,7 +166,7 @@ class WorkerLoop:
         self._extras.draft(planned)
         started = time.perf_counter()
         drafted_s = started - began  # drafts have a cost of their own
-        needs_masks = bool(self._in_flight) and self._extras.needs_masks(planned)
+        needs_masks = bool(self._in_flight) and self._budget.num_stages == 1 and self._extras.needs_masks(planned)
         if not needs_masks:
             planned = self._extras.prepare(planned, updates, self.thread.lock)
             if not planned:

@@ -61,6 +61,7 @@ class TokenBudget:
     beside_answers: int | None = None  # prompt tokens beside two answers per prompt; None: prompt_tokens
     build_sizer: Callable[[int, int], ChunkSizes] = ChunkSizes  # from prompt_tokens and fewest_prompt_tokens
     by_goal: Callable[[int], int | None] = lambda num_answers: None  # prompt tokens beside them; None: no goal
+    num_stages: int = 1  # of the model: as many steps are in flight, none with a token that another is yet to choose
     fit: Callable[[SequenceParams, int, int], int] = lambda params, begin, count: count
     """(params, begin, count) |-> how many positions from `begin` on may be one step's, about `count`"""
 
@@ -89,14 +90,16 @@ def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequenc
     scheduler.resume_preempted()
     planned: list[ScheduledSequence] = []
     prompts: list[Sequence] = []
+    active = scheduler if budget.num_stages == 1 else scheduler.in_phase(Phase.ACTIVE)
+    most_answers = -(-len(active) // budget.num_stages)
     for sequence in scheduler:
-        missing = sequence.num_missing
+        missing = sequence.num_missing if budget.num_stages == 1 or not sequence.num_coming else 0
         if sequence.phase is not Phase.ACTIVE or not missing:  # it may just have been preempted for an older one
             continue
         is_again = missing <= 1 + MAX_DRAFT_TOKENS and sequence.launched >= sequence.params.end
         if not sequence.params.max_tokens or (missing > 1 and not is_again):
             prompts.append(sequence)
-        elif scheduler.make_room(sequence, sequence.launched + missing):
+        elif len(planned) < most_answers and scheduler.make_room(sequence, sequence.launched + missing):
             planned.append(_take(sequence, _cut(scheduler, sequence, missing), is_answer=True))
     if prompts:
         planned += _plan_prompts(scheduler, prompts, budget, len(planned))

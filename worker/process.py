@@ -62,7 +62,7 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))
         code = 1
-    if config.tp > 1:
+    if config.num_ranks > 1:
         end_group_member(code)
     return code
 

@@ -51,7 +51,7 @@ def find_token_bytes(engine: FullEngine) -> tuple[int, int]:
     """See `WorkerStatus.kv_token_bytes` and `head_token_bytes`."""
     pool = engine.pool
     heads = sum(shape.num_heads * sum(shape.expanded) for shape in engine.config.attention_shapes)
-    kept_bytes = pool.shape.page_bytes // pool.shape.page_tokens
+    kept_bytes = pool.num_stages * pool.shape.page_bytes // pool.shape.page_tokens
     return kept_bytes, heads * pool.num_ranks * pool.shape.dtype.itemsize
 
 

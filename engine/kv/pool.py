@@ -40,10 +40,10 @@ class PoolShape:
 
     def page_parts(self, whole: Sequence[Part]) -> tuple[PagePart, ...]:
         """The parts of a page as peers get them. whole: the same parts over all ranks."""
-        pairs = zip(whole, self.parts, strict=True)
+        rows = [prod(self.part_sizes(own)[1:]) // (own.num_heads * own.num_layers) for own in self.parts]
         return tuple(
-            PagePart(one.num_heads, prod(self.part_sizes(own)[1:]) * self.dtype.itemsize // own.num_heads)
-            for one, own in pairs
+            PagePart(one.num_heads, count * self.dtype.itemsize * one.num_layers, one.num_layers)
+            for one, count in zip(whole, rows, strict=True)
         )
 
     def with_pages(self, num_pages: int) -> "PoolShape":
@@ -74,6 +74,7 @@ class PoolShare:
     parts: tuple[PagePart, ...]  # of a page over all ranks
     fd: int  # an empty memory file that all ranks have open; -1: they are on several hosts and have none
     barrier: Callable[[], object]  # returns when all ranks have called it
+    num_stages: int = 1  # that divide the layers
 
 
 class Pool:
@@ -105,7 +106,7 @@ class Pool:
         self.num_pages = shape.num_pages
         self.page_bytes = sum(model.page_bytes for model in models)
         self._share = share
-        self.rank, self.num_ranks = (share.rank, share.size) if share else (0, 1)
+        self.rank, self.num_ranks, self.num_stages = (share.rank, share.size, share.num_stages) if share else (0, 1, 1)
         own = [part for model in models for part in model.page_parts(model.parts)]
         self.parts: tuple[PagePart, ...] = share.parts if share else tuple(own)
         self.fd: int | None = None

@@ -45,7 +45,7 @@ def build_decoder(
     """
     reader, table = format.reader, build_table(as_stored(config, format.reader.checkpoint))
     config = shard_config(config, Shard(ranks.rank, ranks.size))
-    embedding, head = format.embed(table.products["embedding"], _find_head(config, table, reader.checkpoint))
+    embedding, head = format.embed(table.products["embedding"], find_head(config, table, reader.checkpoint))
     top = LayerBuilder(config, format, ranks, table, parts)
     layers = [
         LayerBuilder(config, format, ranks, layer, parts, additions, index).build_layer(own)
@@ -62,7 +62,7 @@ def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     return replace(config, moe=config.moe and config.moe.as_stored(checkpoint.entries))
 
 
-def _find_head(config: ModelConfig, table: Table, checkpoint: Checkpoint) -> Product:
+def find_head(config: ModelConfig, table: Table, checkpoint: Checkpoint) -> Product:
     """Some tied checkpoints contain a copy of the embedding. If it differs, it is the head, as in transformers."""
     head, embedding = table.products["lm_head"], table.products["embedding"]
     names = [next(product.stored()).name for product in (head, embedding)]

@@ -68,9 +68,9 @@ class Decoder:
     is_capturable = True  # a CUDA graph can capture its steps, if it can capture attention
 
     def __init__(
-        self, config: ModelConfig, embedding: Embedding, layers: Sequence[DecoderLayer], final_norm: Tensor,
-        lm_head: Linear, ops: Ops, ranks: Ranks = ONE_RANK, token_inputs: TokenInputs | None = None,
-        additions: Additions = NO_ADDITIONS,
+        self, config: ModelConfig, embedding: Embedding, layers: Sequence[DecoderLayer],
+        final_norm: Tensor | None, lm_head: Linear, ops: Ops, ranks: Ranks = ONE_RANK,
+        token_inputs: TokenInputs | None = None, additions: Additions = NO_ADDITIONS,
     ) -> None:  # fmt: skip
         """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H].
 

@@ -71,6 +71,7 @@ class Parts:
     decode: Callable[[ModelConfig, Any, Checkpoint], Checkpoint] = refuse  # of a checkpoint in few bits
     read_header: ReadHeader = read_safetensors
     catalogue: Catalogue = PLAIN
+    assemble: Callable[..., Decoder] = build_decoder  # takes what that takes
 
 
 def open_model(folder: Path, parts: Parts) -> tuple[ModelConfig, Checkpoint]:
@@ -129,7 +130,7 @@ def load_model(
 
     def build(open_format: OpenFormat) -> Decoder:
         reader = ShardReader(checkpoint, chosen, device.torch, report, Shard(ranks.rank, ranks.size))
-        return build_decoder(config, open_format(reader, device.ops), parts.layers, ranks, add(chosen))
+        return parts.assemble(config, open_format(reader, device.ops), parts.layers, ranks, add(chosen))
 
     with named(source):
         return parts.build(build, Source(folder, checkpoint, chosen, device, quantization, ranks))

@@ -225,7 +225,9 @@ def test_this_machine_in_json() -> None:
     assert "a model of 1B reads prompts at" in measured[0] or report["machine"]["kernel_error"]
     assert (report["model"]["device"], report["model"]["head_dim"]) == ("cpu", 64)
     head_bytes = 16 * 2 * 2 * 64  # of a layer: tokens, K and V, bf16, D
-    assert report["model"]["parts"] == [[2, 6 * head_bytes], [1, 2 * head_bytes]], "heads and layers of both models"
+    assert report["model"]["parts"] == [[2, 6 * head_bytes, 6], [1, 2 * head_bytes, 2]], (
+        "heads and layers of both models"
+    )
 
 
 def test_it_takes_what_serve_takes_and_its_exit_code_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

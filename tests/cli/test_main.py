@@ -335,7 +335,7 @@ def test_workers_that_change_roles_have_both_and_begin_with_one() -> None:
     assert find_addresses(ready) == (("a:1", "a:2", "a:3"),) * 2
     gateway = parse(*plan_gateway(config, *find_addresses(ready)).command[len(PROGRAM) :])
     assert isinstance(gateway, GatewayConfig) and gateway.roles == "auto"
-    for wrong in ({"decode_tp": 2, "prefill_tp": 1}, {"ray": "auto"}):
+    for wrong in ({"decode_tp": 2, "prefill_tp": 1}, {"decode_pp": 2}, {"ray": "auto"}):
         with pytest.raises(ConfigError):
             replace(config, **wrong)
 
@@ -386,7 +386,7 @@ def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
     own |= {"num_hosts", "host_rank", "rendezvous"}  # a service is on one machine
     own |= {"revision_weight", "on_revision_gone"}  # one service, one revision
     own |= {"role"}  # one worker's
-    by_role = {"max_running", "tp"}  # such as prefill_tp
+    by_role = {"max_running", "tp", "pp"}  # such as prefill_tp
     for config_type in (PrefillConfig, DecodeConfig, RolesConfig, GatewayConfig):
         assert set(field_names(config_type)) - set(field_names(ServeConfig)) <= own | by_role
     assert {f"{role}_{name}" for role in ("prefill", "decode") for name in by_role} <= set(field_names(ServeConfig))

@@ -22,6 +22,7 @@ from engine.models.config import ModelConfig
 from engine.models.table import build_table, shard_config
 from engine.rank_group import join_group
 from engine.ranks import Ranks
+from engine.stages import check_stages
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import ShardReader
 from engine.weights.table import Product, Shard
@@ -53,6 +54,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {},  # states, biases of convolutions
 }
 
+UNDIVIDED = {  # family |-> what keeps it from having stages
+    "gemma4_26b_a4b": "layers whose pages differ",
+    "gemma4_e2b": "inputs of each layer",
+    "qwen3_5_moe": "its recurrent states",
+    "qwen3_vl": "images",
+    "lfm2_moe": "its recurrent states",
+}
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -61,11 +70,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list[list[list[int]]]]]:
-    """The tokens chosen by each of `size` processes, without and with graphs, model by model."""
-    command = [sys.executable, "-m", "tests.support.rank_process", str(folder / f"meet-{size}")]
+def run_ranks(models: Sequence[Path], folder: Path, size: int, stages: int = 1) -> list[list[list[list[list[int]]]]]:
+    """The tokens chosen by each of `size` processes, without and with graphs unless in stages, model by model."""
+    command = [sys.executable, "-m", "tests.support.rank_process", str(folder / f"meet-{size}-{stages}")]
     processes = [
-        ForkedPopen([*command, str(rank), str(size), *map(str, models)], stdout=subprocess.PIPE, text=True)
+        ForkedPopen([*command, str(rank), str(size), str(stages), *map(str, models)], stdout=subprocess.PIPE, text=True)
         for rank in range(size)
     ]
     told = [process.communicate(timeout=RUN_S)[0] for process in processes]
@@ -78,6 +87,22 @@ def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tm
     with on_one_thread():
         alone = [rank_process.run(model, Ranks()) for model in models]
     assert run_ranks(models, tmp_path, 2) == [[alone] * 2] * 2
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2)])
+def test_stages_choose_the_tokens_of_one_process(
+    models: Sequence[Path], tmp_path: Path, size: int, stages: int
+) -> None:  # fmt: skip
+    divided = [model for model, family in zip(models, FAMILIES, strict=True) if family not in UNDIVIDED]
+    with on_one_thread():
+        alone = [rank_process.run(model, Ranks()) for model in divided]
+    assert run_ranks(divided, tmp_path, size, stages) == [[alone]] * size
+
+
+@pytest.mark.parametrize("family", UNDIVIDED)
+def test_a_model_that_cannot_be_divided_into_stages_is_refused_by_name(models: Sequence[Path], family: str) -> None:
+    with pytest.raises(ValueError, match=f"for {UNDIVIDED[family]}: set --pp 1"):
+        check_stages(load_config(models[list(FAMILIES).index(family)]), 2)
 
 
 @pytest.mark.parametrize("which", range(len(FAMILIES)), ids=list(FAMILIES))

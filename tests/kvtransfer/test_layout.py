@@ -4,17 +4,19 @@ from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.cuda_ipc import GpuMemory
-from kvtransfer.layout import build_layout, find_bad_ranks, find_mismatch
+from kvtransfer.layout import build_layout, find_bad_ranks, find_mismatch, plan_runs
 from kvtransfer.reader import ReadError
 from kvtransfer.transports import TRANSPORTS, choose_transport
 from protos import kv_pb2
 from runtime.config_parts import Transport
-from wire.kv_layout import PagePart
+from tests.support.pool_process import find_share
+from wire.kv_layout import PagePart, page_bytes_of
 
 
 def peer(num_ranks: int = 1) -> kv_pb2.Peer:
@@ -53,7 +55,7 @@ def test_protocol_ranges_must_overlap(ours: tuple[int, int], theirs: tuple[int, 
     here, there = (kv_pb2.KvLayout(protocol_min=low, protocol_max=high) for low, high in (ours, theirs))
     expected = f"{ours[0]}-{ours[1]} here, {theirs[0]}-{theirs[1]} there"
     assert find_mismatch(here, there) == (None if may else f"protocol versions do not overlap: {expected}")
-    assert (peer().layout.protocol_min, peer().layout.protocol_max) == (6, 6), (
+    assert (peer().layout.protocol_min, peer().layout.protocol_max) == (7, 7), (
         "fields have other numbers in an older one"
     )
 
@@ -144,18 +146,18 @@ def test_every_transport_can_be_wanted_and_a_malformed_entry_is_refused() -> Non
         assert error.value.reason == "layout"
 
 
-PAGE_PARTS = st.lists(st.builds(PagePart, st.integers(1, 8), st.integers(1, 5)), min_size=1, max_size=2)
+PAGE_PARTS = st.lists(st.builds(PagePart, st.integers(1, 8), st.integers(1, 5), st.just(1)), min_size=1, max_size=2)
 
 
 def can_share(parts: Sequence[PagePart], size: int) -> bool:
-    return all(max(size, heads) % min(size, heads) == 0 for heads, _ in parts)
+    return all(max(size, part.num_heads) % min(size, part.num_heads) == 0 for part in parts)
 
 
 @given(PAGE_PARTS, st.integers(1, 40))
 def test_ranks_that_cannot_share_the_heads_are_named_with_them(parts: list[PagePart], size: int) -> None:
     why = find_bad_ranks(parts, peer(size))
     assert (why is None) == can_share(parts, size)
-    assert why is None or why in {f"{size} ranks cannot share {heads} KV heads" for heads, _ in parts}
+    assert why is None or why in {f"{size} ranks cannot share {part.num_heads} KV heads" for part in parts}
 
 
 def test_a_worker_has_1_to_1024_ranks_the_first_of_which_is_itself() -> None:
@@ -169,3 +171,32 @@ def test_a_worker_has_1_to_1024_ranks_the_first_of_which_is_itself() -> None:
         theirs = peer(2)
         setattr(theirs.ranks[0], name, value)
         assert "rank 0 is process" in str(find_bad_ranks(one_head, theirs))
+
+
+def test_ranks_are_divided_among_stages_that_have_a_layer_each() -> None:
+    parts = [PagePart(2, 512, 2)]
+    for size, stages, why in ((2, 2, None), (4, 2, None), (3, 2, "cannot be 2"), (3, 3, "be 3"), (6, 2, "share 2 KV")):
+        theirs = peer(size)
+        theirs.stages = stages
+        found = find_bad_ranks(parts, theirs)
+        assert found is why is None or (why is not None and why in str(found)), (size, stages)
+
+
+@given(st.data())
+def test_ranks_find_their_heads_and_layers_whatever_the_stages_of_both_sides(data: st.DataObject) -> None:
+    layers = data.draw(st.integers(1, 7))
+    part = PagePart(data.draw(st.sampled_from([1, 2, 4])), 3 * layers, layers)
+    stages, theirs = data.draw(st.tuples(*[st.integers(1, layers)] * 2))
+    tp, their_tp = data.draw(st.tuples(*[st.sampled_from([1, 2, 4, 8])] * 2))
+    size, their_size = stages * tp, theirs * their_tp
+    whole = np.arange(1, 1 + part.num_heads * part.head_bytes)
+    pages = [find_share([part], whole, rank, their_size, theirs) for rank in range(their_size)]
+    assert {len(page) for page in pages} == {page_bytes_of([part], 0, their_size, theirs)}
+    for rank in range(size):
+        expected = find_share([part], whole, rank, size, stages)
+        found = np.zeros_like(expected)
+        for run in plan_runs([part], rank, size, their_size, stages, theirs):
+            found[run.target : run.target + run.num_bytes] = pages[run.rank][run.source : run.source + run.num_bytes]
+        assert np.array_equal(found, expected)
+        if stages == theirs:
+            assert len(plan_runs([part], rank, size, their_size, stages, theirs)) <= max(their_tp // tp, 1)

@@ -33,6 +33,7 @@ IN_WORDS = {  # the document's wording |-> the default it means
 IN_OTHER_PLACES = {
     "--port, --grpc-port": f"`{ServeConfig.port}`, the next",
     "--tp, --prefill-tp, --decode-tp, serve": f"`{DecodeConfig.tp}`",
+    "--pp, --prefill-pp, --decode-pp, serve": f"`{DecodeConfig.pp}`",
 }
 
 
@@ -47,6 +48,7 @@ NO_NAMES = ("", "//x", "a b", "a..b", "10.0.0.1", "[::1]", "a" * 64)
         (ServeConfig, "decode_tp", 0, "--decode-tp needs 1 or more"),
         (ServeConfig, "prefill_tp", 1025, "--prefill-tp needs 1024 or less"),
         (DecodeConfig, "tp", 0, "--tp needs 1 or more"),
+        (PrefillConfig, "pp", 0, "--pp needs 1 or more"),
         (ServeConfig, "heartbeat_s", 60.0, "--heartbeat-s needs a number below --lease-s, which is 30"),
         (ServeConfig, "drain_s", -1.0, "--drain-s needs 0 or more"),
         (ServeConfig, "stall_s", 0.0, "--stall-s needs a number above 0"),
@@ -140,12 +142,14 @@ SPREAD: dict[str, Any] = {
 
 def test_a_worker_over_several_hosts_needs_an_address_and_a_secret() -> None:
     assert PrefillConfig(**SPREAD, host_rank=1).ranks_here == 2 and PrefillConfig(tp=4).ranks_here == 4
+    assert PrefillConfig(**SPREAD, pp=2).ranks_here == PrefillConfig(**SPREAD | {"tp": 2}, pp=4).ranks_here == 4
     assert PrefillConfig(**SPREAD | {"host": "127.0.0.1", "rendezvous": "127.0.0.1:9"}).num_hosts == 2
     for wrong, wanted in (
         ({"rendezvous": ""}, "--rendezvous needs the host:port at which host 0 waits"),
         ({"fleet_secret": "", "tls_dir": "tls"}, "without BATON_FLEET_SECRET"),
         ({"host": "127.0.0.1"}, "--host needs an address that the other hosts"),
         ({"host_rank": 2}, "--host-rank needs 1 or less"),
+        ({"pp": 3}, "--num-hosts needs a number that divides --tp x --pp, 4 x 3, between stages"),
     ):
         with pytest.raises(ConfigError, match=wanted):
             PrefillConfig(**SPREAD | wrong)
@@ -249,6 +253,7 @@ class TestDocument:
         assert ServeConfig.prefill_workers is None and "(1, or 0 on GPUs of which decode workers need all)" in DOCUMENT
         assert ServeConfig.decode_workers == 1 and "`--decode-workers` (`1`)" in DOCUMENT
         assert ServeConfig.prefill_tp == ServeConfig.decode_tp == PrefillConfig.tp == DecodeConfig.tp
+        assert ServeConfig.prefill_pp == ServeConfig.decode_pp == PrefillConfig.pp == DecodeConfig.pp
         assert f"`--start-timeout-s` (`{ServeConfig.start_timeout_s:g}`)" in DOCUMENT
         assert f"(of free memory, `{PrefillConfig.kv_memory_share:g}`;" in DOCUMENT
 

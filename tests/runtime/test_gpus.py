@@ -145,6 +145,8 @@ def test_ranks_are_spread_and_workers_see_all_gpus_their_own_first(
         (1, {"prefill_workers": 1}, 1),
         (8, {"prefill_workers": 0}, 0),
         (2, {"prefill_tp": 2}, 1),
+        (2, {"prefill_pp": 2}, 1),
+        (2, {"decode_pp": 2}, 0),
         (1, {"no_prefill": "wait"}, 1),
     ],
 )

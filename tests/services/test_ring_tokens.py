@@ -51,7 +51,7 @@ WAYS = {
         "nixl:tcp", NIXL_OVER_TCP, {"UCX_TLS": "tcp,self"},
     ),
     "gemma3-windows-norms": Way(dict(family="gemma3_text"), "shm", env=NO_COMPILER),
-    "latents-two-ranks-to-one": Way(dict(family="deepseek_v3"), "grpc", ("--prefill-tp=2",)),
+    "latents-two-ranks-to-two-stages": Way(dict(family="deepseek_v3"), "grpc", ("--prefill-tp=2", "--decode-pp=2")),
 }  # fmt: skip
 TWO_RANKS = ("--prefill-tp=2", "--decode-tp=2")
 DIVIDED = ("awq", "gptq4-zeros", "fp8-block", "ct-pack4-zeros", "mxfp4", "gguf-Q4_K_M")  # formats

@@ -161,13 +161,20 @@ def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None, is_spread: bo
     return pools
 
 
-def find_share(parts: Sequence[PagePart], page: NDArray[np.generic], rank: int, size: int) -> NDArray[np.generic]:
-    """A rank's share of a page: of each part, the heads that overlap its interval of [0, 1)."""
-    shares, begin = [], 0
-    for num_heads, head_bytes in parts:
+def find_share(
+    parts: Sequence[PagePart], page: NDArray[np.generic], rank: int, size: int, stages: int = 1
+) -> NDArray[np.generic]:
+    """A rank's share of a page: of each part, the heads that overlap its interval of [0, 1), and of those the layers of
+    its stage, with zeros where a larger stage has one more. Rank 0 is in the last."""
+    tp, stage = size // stages, stages - 1 - rank * stages // size
+    rank, shares, begin = rank % tp, [], 0
+    for num_heads, head_bytes, num_layers in parts:
+        counts = [len(own) for own in np.array_split(np.arange(num_layers), stages)]
+        layers = slice(sum(counts[:stage]), sum(counts[: stage + 1]))
         for head in range(num_heads):
-            if head * size < (rank + 1) * num_heads and rank * num_heads < (head + 1) * size:
-                shares.append(page[begin : begin + head_bytes])
+            if head * tp < (rank + 1) * num_heads and rank * num_heads < (head + 1) * tp:
+                own = page[begin : begin + head_bytes].reshape(num_layers, -1)[layers]
+                shares.append(np.pad(own, ((0, counts[0] - len(own)), (0, 0))).reshape(-1))
             begin += head_bytes
     return np.concatenate(shares)
 

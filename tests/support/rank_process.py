@@ -1,12 +1,14 @@
 """One rank of several models: runs all samplings step by step, with and without graphs, and prints the tokens.
 
-python -m tests.support.rank_process RENDEZVOUS_FILE RANK SIZE MODEL...
+python -m tests.support.rank_process RENDEZVOUS_FILE RANK SIZE STAGES MODEL...
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,9 +25,9 @@ from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.latent.attention import LatentAttention
 from engine.latent.expand import PagedExpansion
-from engine.rank_group import join_group
+from engine.rank_group import GroupRanks, join_group
 from engine.ranks import Ranks, end_group_member
-from engine.runner import Runner
+from engine.stages import StagedRanks, build_follower
 from engine.vision.image_rows import Encoding, ImageRows, ImageRules
 from tests.support.batches import SAMPLINGS
 from tests.support.steps import Unwatched
@@ -53,7 +55,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     if config.state_parts:  # two slots a row, and a padding slot
         slots = PoolShape(2 * count + 1, config.state_parts, PAGE_TOKENS, torch.float32)
         rows.states = slots.split(torch.zeros(slots.num_pages, slots.page_elements))
-    runner = Runner(decoder, attention, torch.zeros(shape.sizes), rows)
+    runner = build_follower(ranks, 0, decoder, attention, torch.zeros(shape.sizes), rows)
     replays: list[Compute] = []
 
     def capture(compute: Compute) -> Compute:
@@ -86,15 +88,22 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
             begin, num_new = (length + step - 1, 1) if step else (0, length)
             source, target = take_turns(row, step)
             requests.append(ForwardRow(row, begin, num_new, 1, state_from=source, state_to=target))
-        told.append(runner.launch(requests).collect().tokens)
+        chosen = [runner.launch(requests).collect().tokens]
+        if isinstance(ranks, StagedRanks):  # the last stage has chosen them
+            dist.broadcast_object_list(chosen, 0)
+            ends = [(row, length + step) for row, length in enumerate(lengths)]
+            rows.write_tokens([(*at, np.array([token], np.int32)) for at, token in zip(ends, *chosen, strict=True)])
+        told += chosen
     assert len(replays) == 2 * has_graphs * (NUM_TOKENS - 1)  # forwards and choices of tokens
     return [list(answer) for answer in zip(*told, strict=True)]
 
 
-def main(rendezvous: str, rank: str, size: str, *models: str) -> None:
+def main(rendezvous: str, rank: str, size: str, stages: str, *models: str) -> None:
     torch.set_num_threads(1)
-    ranks = join_group(rendezvous, int(rank), int(size), CPU, timeout_s=60)
-    print(json.dumps([[run(Path(model), ranks, has_graphs) for model in models] for has_graphs in (False, True)]))
+    open_ranks = GroupRanks if stages == "1" else partial(StagedRanks, int(stages))
+    ranks = join_group(rendezvous, int(rank), int(size), CPU, timeout_s=60, open_ranks=open_ranks)
+    ways = (False, True) if stages == "1" else (False,)
+    print(json.dumps([[run(Path(model), ranks, has_graphs) for model in models] for has_graphs in ways]))
     dist.destroy_process_group()
     end_group_member(0)
 

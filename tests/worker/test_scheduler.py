@@ -295,6 +295,26 @@ def test_answers_are_oldest_first_and_prompts_within_the_budget(lives: list[tupl
         scheduler.check()
 
 
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(2, 4))
+def test_stages_have_a_group_of_answers_each_whose_last_tokens_are_known(ends: list[int], stages: int) -> None:
+    scheduler, budget = build_scheduler(400, 4, max_running=9), TokenBudget(99, "--chunk", num_stages=stages)
+    for handle, max_tokens in enumerate(ends):
+        scheduler.admit(answer(handle, 2, max_tokens), 0.0)
+    flights: list[list[ScheduledSequence]] = []
+    sizes = []
+    while list(scheduler):
+        is_known = {sequence.id: not sequence.num_coming for sequence in scheduler}
+        step = schedule(scheduler, budget)
+        assert all(is_known[planned.sequence.id] for planned in step)
+        flights += [step] if step else []
+        while len(flights) > (stages - 1 if step else 0):
+            sizes.append(len(flights[0]))
+            finish(scheduler, flights.pop(0))
+        scheduler.check()
+    first = sizes[stages : 2 * stages] if min(ends) > 2 and len(ends) >= 2 * stages else []
+    assert not first or max(first) <= -(-len(ends) // stages)
+
+
 def test_an_answer_computes_right_tokens_again_without_waiting_for_a_prompts_turn() -> None:
     """Where a draft was wrong that its state has seen, or pages went and most came back. The goal leaves no chunk."""
     scheduler = build_scheduler(40, 4)

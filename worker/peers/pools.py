@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from engine.engine import Engine
 from engine.kv.pool import Pool
 from kvtransfer.checksums import OfferPart, check_checksums, compute_checksums
-from kvtransfer.layout import Run, build_layout, plan_all_runs
+from kvtransfer.layout import Run, build_layout, plan_all_runs, stages_of
 from kvtransfer.page_files import PageFiles, PageTiers, host_folder, identify
 from kvtransfer.reader import Local, Reader
 from kvtransfer.transports import describe_rank, open_reader
@@ -59,7 +59,7 @@ class RankedPool:
         return kv_pb2.Peer(
             role=role, address=address, incarnation=self.incarnation, pid=os.getpid(), host=rpc.host_identity(),
             layout=self.layout, num_pages=pool.num_pages, pool_fd=pool.fd, pages_offset=pool.pages_offset,
-            ranks=[describe_rank(self.local, address, rpc.host_identity()), *others],
+            ranks=[describe_rank(self.local, address, rpc.host_identity()), *others], stages=pool.num_stages,
         )  # fmt: skip
 
     async def open(self, transport: str, peer: kv_pb2.Peer) -> Reader:
@@ -76,17 +76,19 @@ class RankedPool:
         generations = self.own.generations
         part.refs.extend(kv_pb2.PageRef(page=page, generation=int(generations[page])) for page in pages)
 
-    async def add_checksums(self, part: OfferPart, num_readers: int) -> None:
-        """Adds checksums of the named pages, for a worker of `num_readers` ranks; none where that is 0."""
-        if num_readers:
-            runs = plan_all_runs(self.own.parts, num_readers, self.own.num_ranks)
+    async def add_checksums(self, part: OfferPart, reader: kv_pb2.Peer) -> None:
+        """Adds checksums of the named pages, for the ranks of a worker; none where it has none."""
+        if reader.ranks:
+            sizes, stages = (len(reader.ranks), self.own.num_ranks), (stages_of(reader), self.own.num_stages)
+            runs = plan_all_runs(self.own.parts, *sizes, *stages)
             places = [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
             pages = [ref.page for ref in part.refs]
             part.checksums.extend(await self.compute_checksums(pages, places))
 
     def plan_runs(self, peer: kv_pb2.Peer) -> list[tuple[int, Run]]:
         """The runs of bytes that our ranks read from a peer's, and of which an offer has checksums."""
-        return plan_all_runs(self.own.parts, self.own.num_ranks, len(peer.ranks))
+        own = self.own
+        return plan_all_runs(own.parts, own.num_ranks, len(peer.ranks), own.num_stages, stages_of(peer))
 
     async def verify(
         self, offer: kv_pb2.OfferRequest, part: OfferPart, into: Sequence[int], peer: kv_pb2.Peer, way: str
@@ -147,7 +149,7 @@ def build_pools(
     pool, states, first = engine.pool, engine.states, engine.pool.shape.parts[0]
     assert isinstance(first, KvPart)
     layout = build_layout(
-        weights=engine.weights, dtype=engine.kv_dtype, num_layers=first.num_layers,
+        weights=engine.weights, dtype=engine.kv_dtype, num_layers=pool.parts[0].num_layers,
         num_kv_heads=pool.parts[0].num_heads, page_tokens=pool.shape.page_tokens, head_dim=first.head_dim,
         draft_weights=engine.draft_weights if engine.has_draft_kv else "", computed=engine.dtype,
     )  # fmt: skip
@@ -167,7 +169,7 @@ def _build_tiers(
 ) -> PageTiers:
     """Pages and slots, and the ranks, share what the worker may take. Raises ConfigError if a folder cannot be used."""
     has_states, described = engine.states is not None, layout.SerializeToString(deterministic=True)
-    pages_of = identify(described, engine.dtype, pool.parts, pool.rank, pool.num_ranks)
+    pages_of = identify(described, engine.dtype, pool.parts, pool.rank, pool.num_ranks, pool.num_stages)
     tiers = []
     for option, root, gib in (
         ("kv_host_gib", host_folder(), config.kv_host_gib),

@@ -79,11 +79,11 @@ class RankChildren(OtherRanks):
         self._guests = Meeting(role, config).gather() if config.num_hosts > 1 else []
         try:
             ours, theirs = open_links(config.ranks_here - 1)
-            address, meeting = self._open_meeting(config.tp)
+            address, meeting = self._open_meeting(config.num_ranks)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
             needed = "a network" if self._guests else "shared memory files"
-            advice = "see the error" if self._guests else "allow memfd_create, or set --tp 1"
-            raise ValueError(f"{config.tp} ranks need {needed}: {error}; {advice}") from error
+            advice = "see the error" if self._guests else "allow memfd_create, or set --tp 1 and --pp 1"
+            raise ValueError(f"{config.num_ranks} ranks need {needed}: {error}; {advice}") from error
         self.is_closing = False  # failures after this are expected
         far = [
             (host, guest, 1 + 2 * number)
@@ -109,7 +109,7 @@ class RankChildren(OtherRanks):
             start = build(shared, rank=rank, address=guest.address)
             self._add(rank, RemoteRank(guest.links[calls], start, Ready | Done, f"host {host} at {guest.address}"))
 
-    def _open_meeting(self, tp: int) -> tuple[str, str]:
+    def _open_meeting(self, num_ranks: int) -> tuple[str, str]:
         """This host's address for others, empty if there are none, and where ranks meet. Raises OSError."""
         self.rendezvous: str | Store
         if not self._guests:
@@ -119,7 +119,7 @@ class RankChildren(OtherRanks):
             return "", self.rendezvous
         address = self._guests[0].our_address
         self.pool_fds, self.interface = (-1, -1), find_interface(address)
-        self.rendezvous = store = open_store(address, tp, RANKS_S)
+        self.rendezvous = store = open_store(address, num_ranks, RANKS_S)
         return address, f"{TCP}{bracketed(address)}:{store.port}"
 
     def _add(self, rank: int, child: Child) -> None:

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, Prepared
 from engine.heads.runner import HeadRunner
 from engine.input_batch import NO_SLOT, InputBatch
 from engine.out_of_memory import end_process
-from engine.runner import Begun, Launched, Masks, Runner
+from engine.runner import Begun, Launched, Masks, ModelOutput, Runner
 from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
@@ -86,7 +86,18 @@ class DropAdapter(msgspec.Struct, tag=True, array_like=True):
         rows.drop_adapter(self.adapter)
 
 
-Delta = Open | Close | Tokens | Pages | FillSlot | DropAdapter
+class Sampled(msgspec.Struct, tag=True, array_like=True):
+    """Tokens that the last stage chose: the first one goes on from them."""
+
+    places: list[int]  # in the flat InputBatch.tokens
+    tokens: list[int]
+
+    def apply(self, rows: InputBatch) -> None:
+        places, tokens = (torch.tensor(values, device=rows.device) for values in (self.places, self.tokens))
+        rows.flat_tokens.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))
+
+
+Delta = Open | Close | Tokens | Pages | FillSlot | DropAdapter | Sampled
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):
@@ -231,6 +242,48 @@ class LedRunner(Runner):
                 log.exception("a step of several ranks failed; this process ends")
                 self._leader.end_process()
             raise
+
+
+class Deferred(Launched):
+    """A step that the stages before compute. This rank's stage does once it, or a later step, is collected."""
+
+    def __init__(self, step: Prepared, compute: Callable[[Launched], ModelOutput]) -> None:
+        self.step = step
+        self._compute = compute
+        self.output: ModelOutput | None = None
+
+    def collect(self) -> ModelOutput:
+        return self._compute(self)
+
+
+class StagedRunner(LedRunner):
+    """Rank 0's runner of a model in stages, of which its own is the last: several steps are under way in others."""
+
+    def __init__(self, leader: Leader, number: int, *parts: Any) -> None:
+        super().__init__(leader, number, *parts)
+        self._waiting: deque[Deferred] = deque()  # sent, in order
+
+    def launch(self, requests: Sequence[ForwardRow]) -> Launched:
+        if not self._leader.is_leading:
+            return super().launch(requests)
+        step = self._prepare(requests)
+        with self._ending():
+            self._leader.send(self._number, requests)
+        self._waiting.append(Deferred(step, self._compute))
+        return self._waiting[-1]
+
+    def begin(self, requests: Sequence[ForwardRow]) -> Begun:
+        raise NotImplementedError("all tokens that a step of stages goes on from are known when it is launched")
+
+    def _compute(self, wanted: Launched) -> ModelOutput:
+        assert isinstance(wanted, Deferred)
+        while wanted.output is None:
+            deferred = self._waiting.popleft()
+            with self._ending():
+                output = deferred.output = self._run(deferred.step).collect()
+            if output.tokens:
+                self._leader.note(Sampled(deferred.step.outputs.places.tolist(), output.tokens))
+        return wanted.output
 
 
 class LedHeadRunner(LedRunner, HeadRunner):

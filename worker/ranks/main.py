@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.compose import FullEngine
 from engine.engine import Place
 from engine.out_of_memory import end_process
 from engine.rank_group import LOOPBACK
+from engine.stages import build_follower
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.reader import PageRef, Reader, ReadError
@@ -85,7 +87,9 @@ class Rank:
         try:
             interface = find_interface(start.address) if start.address else LOOPBACK
             ranks = join_rank(config, start.rank, start.rendezvous, interface)
-            engine = build_rank_engine(config, Place(ranks, start.pool_fds, num_hosts=config.num_hosts))
+            build = partial(build_follower, ranks)
+            place = Place(ranks, start.pool_fds, build_runner=build, num_hosts=config.num_hosts)
+            engine = build_rank_engine(config, place)
         except (ValueError, OSError, RuntimeError) as error:
             log.error("cannot start", reason=str(error))
             end_process()

@@ -62,6 +62,7 @@ class Hello(msgspec.Struct, frozen=True):
     host_rank: int = 0
     visit: str = ""  # random, of one start of that host's process
     number: int = 0
+    pp: int = 1
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -105,7 +106,7 @@ class Meeting:
 
     def __init__(self, role: str, config: PrefillConfig | DecodeConfig) -> None:
         self._config = config
-        self._expected = Hello(OWN_VERSION, role, config.num_hosts, config.tp)
+        self._expected = Hello(OWN_VERSION, role, config.num_hosts, config.tp, pp=config.pp)
         self._num_links = 1 + 2 * config.ranks_here
         self._guests: dict[int, Guest] = {}  # host's rank |->
         self._refusals = Refusals()
@@ -163,7 +164,7 @@ class Meeting:
         guest.links[hello.number] = link
 
     def _find_mismatch(self, hello: Hello) -> str:
-        for name in ("version", "role", "num_hosts", "tp"):
+        for name in ("version", "role", "num_hosts", "tp", "pp"):
             here, there = getattr(self._expected, name), getattr(hello, name)
             if here != there:
                 return f"{name} differs: {here!r} on host 0, {there!r} there"
@@ -177,7 +178,8 @@ def visit(role: str, config: PrefillConfig | DecodeConfig, meeting_s: float = ME
     began, said = time.monotonic(), 0.0
     while True:
         links: list[socket.socket] = []
-        hello = Hello(OWN_VERSION, role, config.num_hosts, config.tp, config.host_rank, secrets.token_hex(8))
+        own = config.num_hosts, config.tp, config.host_rank
+        hello = Hello(OWN_VERSION, role, *own, secrets.token_hex(8), pp=config.pp)
         try:
             for number in range(1 + 2 * config.ranks_here):
                 links.append(_open_link(config, msgspec.structs.replace(hello, number=number)))

@@ -10,6 +10,7 @@ from engine.compose import FullEngine, build_engine, open_ranks, resolve_model_f
 from engine.engine import Place, choose_device
 from engine.heads.read_medusa import is_medusa
 from engine.rank_group import GroupRanks, Store, join_group
+from engine.stages import StagedRanks
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_threads
@@ -24,14 +25,15 @@ RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a s
 
 def choose_rank_device(config: PrefillConfig | DecodeConfig, rank: int) -> torch.device:
     """Raises ValueError if there is no such device."""
-    return choose_device(config.device, rank, config.tp, config.num_hosts)
+    return choose_device(config.device, rank, config.num_ranks, config.num_hosts)
 
 
 def join_rank(config: PrefillConfig | DecodeConfig, rank: int, rendezvous: str | Store, interface: str) -> GroupRanks:
     """See `join_group`. On several hosts no rank opens another's memory."""
     device = choose_rank_device(config, rank)
     open_group = open_ranks(device) if config.num_hosts == 1 else GroupRanks
-    return join_group(rendezvous, rank, config.tp, device, RANKS_S, open_group, interface)
+    open_group = partial(StagedRanks, config.pp) if config.pp > 1 else open_group
+    return join_group(rendezvous, rank, config.num_ranks, device, RANKS_S, open_group, interface)
 
 
 def find_weights(engine: FullEngine) -> tuple[str, str]:

@@ -70,10 +70,11 @@ def read_headers(
 
 
 def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
-    """The shape of a worker's located model, with the context limit of the settings."""
+    """The shape of a stage of a worker's located model, with the context limit of the settings."""
     draft = None if config.draft_model in (NO_DRAFT, MTP) else resolve_model_folder(config.draft_model)
     folder = resolve_model_folder(config.model)
-    return with_context(read_headers(folder, draft, config.dtype, config.kv_dtype, config.quantization).shape, config)
+    headers = read_headers(folder, draft, config.dtype, config.kv_dtype, config.quantization)
+    return with_context(headers.shape.of_stage(config.pp), config)
 
 
 def complete_here(config: ConfigT, device: torch.device) -> ConfigT:

@@ -102,6 +102,11 @@ class ModelShape:
         """The weights of each of `tp` ranks."""
         return int((self.num_whole + (self.num_weights - self.num_whole) / tp) * self.weight_bytes)
 
+    def of_stage(self, pp: int) -> "ModelShape":
+        """Of one of `pp` stages, roughly: what is looked up or made of rows once is divided, too."""
+        names = ("num_weights", "num_whole", "num_active", "num_layers", "query_width", "kv_width", "full_kv_width")
+        return replace(self, **{name: -(-getattr(self, name) // pp) for name in names})
+
     def slot_bytes_of(self, tp: int) -> int:
         """The states of a sequence on each of `tp` ranks."""
         return self.slot_bytes // tp
@@ -273,7 +278,7 @@ def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_
             shape, limits_of(given, shape.vocab_size, most_logits(memory_bytes)), memory_bytes, config.tp
         )
         left = room.left_bytes(config.gpu_memory_share or GPU_SHARE)
-        return min(left, config.kv_memory_mib * MIB // config.tp) if config.kv_memory_mib else left
+        return min(left, config.kv_memory_mib * MIB // config.num_ranks) if config.kv_memory_mib else left
 
     def is_filled(sessions: int) -> bool:
         left, row_bytes = left_bytes(sessions), estimate_row_bytes(shape, Limits(sessions, chunk))

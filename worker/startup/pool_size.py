@@ -46,6 +46,7 @@ def plan_pools(
 
     `page_bytes`: of a rank. `card`, `memory_bytes`: of its GPU; None and 0 on a CPU.
     """
+    shape = shape.of_stage(config.pp)
     settings, room = complete(config, None if card is None else shape, card, memory_bytes), None
     if card is not None:
         own = with_context(shape, settings)
@@ -56,7 +57,7 @@ def plan_pools(
     return PoolPlan(
         settings,
         room,
-        *resolve_pools(settings, shape.context_tokens, page_bytes, config.tp, room, host_bytes, slot_bytes),
+        *resolve_pools(settings, shape.context_tokens, page_bytes, config.num_ranks, room, host_bytes, slot_bytes),
     )
 
 
@@ -126,8 +127,8 @@ def _advise_on_gpu(
     if config.kv_memory_mib:
         if wanted <= num_pages <= left:
             return ""
-        wanted_mib = needed_mib if num_pages < wanted else left * config.tp * page_bytes // MIB
-        if not wanted <= wanted_mib * MIB // (config.tp * page_bytes) <= left:
+        wanted_mib = needed_mib if num_pages < wanted else left * config.num_ranks * page_bytes // MIB
+        if not wanted <= wanted_mib * MIB // (config.num_ranks * page_bytes) <= left:
             return "--kv-memory-mib 0, for what is left"
         return f"--kv-memory-mib {wanted_mib} or {'more' if num_pages < wanted else 'less'}"
     if num_pages >= wanted:
@@ -139,7 +140,7 @@ def _advise_on_gpu(
     wanted_share = math.ceil(wanted_bytes / room.total_bytes * 100) / 100
     if share < wanted_share <= 1:
         return f"--gpu-memory-share {wanted_share:g} or more"
-    return "--model to a smaller one, or give the worker more GPUs by --tp (under serve --prefill-tp, --decode-tp)"
+    return "--model to a smaller one, or give the worker more GPUs by --tp or --pp (serve: --decode-tp and so on)"
 
 
 def _describe_gpu(config: PrefillConfig | DecodeConfig, wanted: int, page_bytes: int, room: GpuRoom) -> str:

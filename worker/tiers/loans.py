@@ -55,7 +55,7 @@ class Lender:
             has_draft = list(map(kv.cache.has_draft, loan.pages))
         offer.end = (begin + len(loan.pages)) * kv.page_tokens
         for pool, part in parts:
-            await pool.add_checksums(part, len(request.reader.ranks))
+            await pool.add_checksums(part, request.reader)
         return worker_pb2.LendResponse(peer=self._me, offer=offer, has_draft=has_draft)
 
     def _check(self, request: worker_pb2.LendRequest) -> None:
