@@ -4,20 +4,24 @@ Property tests use the same examples everywhere, however slow the machine. Each 
 """
 
 import asyncio
+import functools
 import gc
 import inspect
 import os
 import sys
 from typing import Any
 
+import httpx
 import pytest
 import structlog
+from httpx._transports import default as httpx_transports
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("BATON_CHECK_STEPS", "1")  # before anything imports the engine; services get it, too
 
 from runtime.hardware import wait_without_spinning
+from runtime.lifecycle import spare_what_is_here
 from tests.support.forks import fork_test_processes
 from tests.support.interpreter import interpret_kernels
 from tests.support.rewriting import compile_tests
@@ -42,6 +46,8 @@ LONGEST = (  # files, by the seconds of CPU that they take with the processes th
     "test_gpu_latents", "test_logits", "test_kv_files", "test_attention", "test_prove", "test_templates",
     "test_train_head", "test_keys", "test_order", "test_event_loop", "test_sampling", "test_nixl",
 )  # fmt: skip
+# Each client reads all certificates, which takes 40 ms, also where it uses none: those of a process have them once.
+vars(httpx_transports)["create_ssl_context"] = functools.cache(httpx.create_ssl_context)
 PATIENCE_S = 180.0  # for a coroutine
 
 
@@ -51,13 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+def pytest_collection() -> None:
+    gc.disable()  # to look again and again for cycles in modules took a quarter of the time
+
+
 def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # the collector skips what was imported and collected
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else libraries call it a leak
+    gc.enable()
+    spare_what_is_here()  # pytest's own collections at the end skip it, too
 
 
 class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped

@@ -4,7 +4,6 @@ The measure is the longest step's share of all CPU time, which is the same on a 
 """
 
 import asyncio
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -40,14 +39,13 @@ MESSAGES = [{"role": "user", "content": "x"}]
 ANSWER = [30 + index % 200 for index in range(120)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def as_in_a_gateway() -> Iterator[None]:
     """Hides what tests have loaded and gateways have not."""
     before = structlog.get_config()
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     spare_what_is_here()
     yield
-    gc.unfreeze()
     structlog.configure(**before)
 
 
