@@ -172,8 +172,13 @@ def test_equal_texts_with_other_images_share_no_kv(service: Service) -> None:
 
 def test_answers_that_have_to_make_room(service: Service) -> None:
     """A decode worker has neither the images nor their encodings: others compute the prompt again."""
-    service.ask_all([(f"{seed} is ", noise(seed, 56, 40), "?") for seed in range(20, 25)], count=150)
-    assert service.live.metric("decode-0", "num_preemptions_total") or not service.is_small
+    num_preempted = 0.0
+    for first in range(100, 200, 20):  # a busy machine may answer the first ones one after the other
+        service.ask_all([(f"{seed} is ", noise(seed, 56, 40), "?") for seed in range(first, first + 5)], count=150)
+        num_preempted = service.live.metric("decode-0", "num_preemptions_total")
+        if num_preempted or not service.is_small:
+            break
+    assert num_preempted or not service.is_small
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])

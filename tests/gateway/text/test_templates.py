@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -67,6 +68,18 @@ async def ask(rendering: Templates, number: int, text: str, owner: str = "") -> 
     return await rendering.render(packed, owner)
 
 
+async def task_or_later(task: Awaitable[str], again: Callable[[], Awaitable[str]]) -> str:
+    """What came of it; asked again where a busy machine gave it less CPU time within 20 s than it may take."""
+    for _ in range(5):
+        try:
+            return await task
+        except ApiError as error:
+            if "the machine is busy" not in error.message:
+                raise
+        task = again()
+    return await task
+
+
 def test_a_template_that_breaks_a_limit_ends_its_own_request_only() -> None:
     """Another owner is answered while the slow ones still compute."""
 
@@ -82,7 +95,7 @@ def test_a_template_that_breaks_a_limit_ends_its_own_request_only() -> None:
                 os.kill(fork, signal.SIGCONT)
             for task in hostile:
                 with pytest.raises(TemplateRefusalError, match=why):
-                    await task
+                    await task_or_later(task, partial(ask, rendering, number, "go", "stranger"))
             assert await ask(rendering, number, "hi", "stranger") == "<hi>"
 
     run([source for source, _ in HOSTILE.values()], test)
