@@ -42,6 +42,12 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
+def xml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_family(tmp_path_factory.mktemp("xml"), "qwen-xml") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
 def unknown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with run_family(tmp_path_factory.mktemp("unknown"), "") as served:
         yield served
@@ -93,11 +99,10 @@ def test_markers_around_an_answer_are_not_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", CHATS)
-def test_values_in_xml(tmp_path: Path, name: str, stream: bool) -> None:
-    with run_family(tmp_path, "qwen-xml") as served:
-        served.engine.reset(served.script(f"I look.\n{XML}\n{XML}"))
-        (choice,) = APIS[name].ask(served, {"tools": TOOLS}, stream).choices.values()
-        assert (choice.text, choice.called) == ("I look.", [("weather", {"city": CITY})] * 2)
+def test_values_in_xml(xml: Served, name: str, stream: bool) -> None:
+    xml.engine.reset(xml.script(f"I look.\n{XML}\n{XML}"))
+    (choice,) = APIS[name].ask(xml, {"tools": TOOLS}, stream).choices.values()
+    assert (choice.text, choice.called) == ("I look.", [("weather", {"city": CITY})] * 2)
 
 
 @pytest.mark.parametrize("name", CHATS)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +29,52 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"x": "a 🙂 b"}}\n</tool_ca
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_answers, "LOOK_S", 0.1)
-    monkeypatch.setattr(running_answers, "WRITE_S", 0.02)
+@pytest.fixture(scope="module", autouse=True)
+def soon() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running_answers, "LOOK_S", 0.1)
+        patch.setattr(running_answers, "WRITE_S", 0.02)
+        yield
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
+    """Of gateways that a test starts itself."""
     return tmp_path / "state"
 
 
-@pytest.fixture
-def served(tmp_path: Path, state: Path) -> Iterator[Served]:
-    with run_api(tmp_path / "a", FULL, state=state) as running:
+@contextmanager
+def start(folder: Path, state: Path) -> Iterator[Served]:
+    with run_api(folder, FULL, state=state) as running:
         running.http.headers.update(dict(running.metadata))
         running.engine.reset(running.script(ANSWER))
         yield running
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the gateways that tests share."""
+    return tmp_path_factory.mktemp("answers") / "state"
+
+
+@pytest.fixture(scope="module")
+def gateways(store: Path, soon: None) -> Iterator[list[Served]]:
+    """Two with the same store."""
+    with ExitStack() as running:
+        yield [running.enter_context(start(store.parent / name, store)) for name in "ab"]
+
+
 @pytest.fixture
-def other(tmp_path: Path, state: Path, served: Served) -> Iterator[Served]:
+def served(gateways: list[Served]) -> Served:
+    gateways[0].engine.reset(gateways[0].script(ANSWER))
+    return gateways[0]
+
+
+@pytest.fixture
+def other(gateways: list[Served]) -> Served:
     """Another gateway with the same store."""
-    with run_api(tmp_path / "b", FULL, state=state) as running:
-        running.http.headers.update(dict(running.metadata))
-        running.engine.reset(running.script("nothing of this"))
-        yield running
+    gateways[1].engine.reset(gateways[1].script("nothing of this"))
+    return gateways[1]
 
 
 def ask(served: Served, text: str = "hello", **fields: Any) -> httpx.Response:
@@ -219,7 +240,7 @@ def asking(path: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
 def test_an_id_is_told_when_the_store_knows_it(
-    served: Served, state: Path, path: str, monkeypatch: pytest.MonkeyPatch
+    served: Served, store: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While there is no token: its client can read on although its gateway dies."""
     write = Database.write
@@ -233,7 +254,10 @@ def test_an_id_is_told_when_the_store_knows_it(
     served.engine.reset(Script(is_hanging=True))
     with served.http.stream("POST", path, json=asking(path)) as reply:
         event = json.loads(next(line[6:] for line in reply.iter_lines() if line.startswith("data: ")))
-        assert Database(state).find(event.get("response", event)["id"]) is not None
+        answer_id = event.get("response", event)["id"]
+        assert Database(store).find(answer_id) is not None
+        assert served.http.delete(f"{path}/{answer_id}").status_code == 200
+        assert served.engine.wait_ending() == "closed"
 
 
 @pytest.mark.parametrize("is_absent", [False, True])
@@ -268,7 +292,7 @@ def test_background(served: Served, other: Served) -> None:
 
 
 def test_a_refused_one_does_not_run_although_it_was_written(
-    served: Served, state: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, delete, num_failures = Database.write, Database.delete, [1, 2]
 
@@ -287,11 +311,11 @@ def test_a_refused_one_does_not_run_although_it_was_written(
 
     monkeypatch.setattr(Database, "write", write_unheard)
     monkeypatch.setattr(Database, "delete", delete_later)
-    assert ask(served, background=True).json()["error"]["code"] == "store_unavailable"
-    with sqlite3.connect(state / FILE) as database:
+    with start(tmp_path / "a", state) as served, sqlite3.connect(state / FILE) as database:
+        assert ask(served, background=True).json()["error"]["code"] == "store_unavailable"
         assert database.execute("SELECT count(*) FROM answers").fetchone() == (1,)
         wait_until(lambda: database.execute("SELECT count(*) FROM answers").fetchone() == (0,))
-    assert not num_failures[1] and not served.engine.generations
+        assert not num_failures[1] and not served.engine.generations
 
 
 @pytest.mark.parametrize("by_other", [False, True])
@@ -448,8 +472,13 @@ def test_official_client(served: Served) -> None:
         client.responses.retrieve(answer_id)
 
 
-def test_drained(served: Served, other: Served) -> None:
+def test_drained(tmp_path: Path, state: Path) -> None:
     """What can be read elsewhere goes on there at once; an answer that is sent whole ends where it began."""
+    with start(tmp_path / "a", state) as served, start(tmp_path / "b", state) as other:
+        check_drained(served, other)
+
+
+def check_drained(served: Served, other: Served) -> None:
     ids = served.ids(ANSWER)
     served.engine.reset(served.script(ANSWER, delay_s=0.1), Script(ids[:3], is_hanging=True))
     other.engine.reset(other.script(ANSWER))
