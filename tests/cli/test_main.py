@@ -26,6 +26,7 @@ from engine.compose import resolve_model_folder
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, RolesConfig, ServeConfig
 from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
+from tests.support.combinations import combination
 from tests.support.command_line import bind, call, parse
 from tests.support.ipv6 import needs_ipv6
 from tests.support.live import START_S
@@ -173,12 +174,12 @@ def test_help_imports_no_torch_and_the_version_is_that_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("words", "missing"),
     [
-        (("doctor", "--device=cpu"), "torch"),
+        combination(("doctor", "--device=cpu"), "torch"),
         (("serve", "--port=0"), "torch"),
-        (("prefill",), "torch"),
-        (("decode",), "torch"),
+        combination(("prefill",), "torch"),
+        combination(("decode",), "torch"),
         (("bench", "kernels"), "torch"),
-        (("bench", "steps", "/dev/null"), "torch"),
+        combination(("bench", "steps", "/dev/null"), "torch"),
         (("decode",), "xgrammar"),
     ],
 )
@@ -188,7 +189,9 @@ def test_a_command_says_which_package_it_lacks(words: tuple[str, ...], missing: 
     assert done.returncode == 1 and line.startswith(f"baton {words[0]} needs {missing}, which is not installed here: ")
 
 
-@pytest.mark.parametrize("words", [("--help",), ("plan", "--model=8B", "--gpu=h100"), ("bench", "serve", "--help")])
+@pytest.mark.parametrize(
+    "words", [combination(("--help",)), ("plan", "--model=8B", "--gpu=h100"), combination(("bench", "serve", "--help"))]
+)
 def test_what_needs_no_tensors_runs_where_gateways_do(words: tuple[str, ...]) -> None:
     done = without(("torch", "safetensors", "xgrammar"), *words)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout

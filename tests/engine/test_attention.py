@@ -28,11 +28,13 @@ from engine.cpu.cpu_math import Math, choose_math
 from engine.cpu.cpu_paged import CpuPagedAttention, count_head_parts
 from engine.weights.folders import cache_folder
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
+from tests.support.combinations import others
 from tests.support.instruction_sets import AMX, BUILDS, HAS_AMX, built_for
 from wire.kv_layout import KV_HEADS, LAYERS, TOKENS
 from wire.private_folders import UnsafeFolderError
 
 CONTEXTS = (1, 15, 16, 17, 100, 1000)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -63,7 +65,7 @@ def check_against_truth(problem: Problem, window: int | None = None) -> None:
         check_writes(problem, pool)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "heads", "page_tokens"), [(64, (6, 2), 16), (80, (4, 4), 32), (128, (8, 1), 16)], ids=str
 )
@@ -72,13 +74,13 @@ def test_mixed_batch(head_dim: int, heads: tuple[int, int], page_tokens: int, dt
     check_against_truth(Problem(lens, heads, head_dim, page_tokens, dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", others(DTYPES, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("window", [1, 16, 129, 5000])
 def test_windows(window: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype), window)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", others(DTYPES, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "page_tokens"),
     [(8, 16), (32, 1), (48, 7), (96, 64), (33, 5), (512, 16)],
@@ -87,7 +89,7 @@ def test_odd_shapes(head_dim: int, page_tokens: int, dtype: torch.dtype) -> None
     check_against_truth(Problem([(1, 33), (40, 150)], (10, 2), head_dim, page_tokens, dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", others(DTYPES, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
     ("num_heads", "dims", "page_tokens"),
     [(16, (576, 512), 16), (40, (288, 256), 32), (4, (56, 40), 16), (1, (9, 8), 5)],
@@ -112,7 +114,7 @@ def bits_of(parents: tuple[int, ...]) -> list[int]:
     return bits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_a_trees_tokens_see_what_was_before_and_their_ancestors(softcap: float, dtype: torch.dtype) -> None:
     """Across pages and tiles, and beside others, whose bits stay the same."""
@@ -129,7 +131,7 @@ def test_a_trees_tokens_see_what_was_before_and_their_ancestors(softcap: float, 
         assert torch.equal(found[others], expected[others]) and not torch.equal(found, expected), backend.name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", others(DTYPES, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(("softcap", "has_sinks", "window"), [(2.0, False, 16), (0.0, True, None), (2.0, True, 129)])
 def test_softcap_and_sinks(window: int | None, softcap: float, has_sinks: bool, dtype: torch.dtype) -> None:
     problem = Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype)
@@ -139,7 +141,7 @@ def test_softcap_and_sinks(window: int | None, softcap: float, has_sinks: bool, 
     check_against_truth(problem, window)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_scores_neither_overflow_nor_leak(dtype: torch.dtype) -> None:
     problem = Problem([(1, 100), (64, 300)], dtype=dtype)
     problem.query, problem.pool, problem.key = problem.query * 32, problem.pool * 32, problem.key * 32
@@ -153,7 +155,7 @@ def test_large_scores_neither_overflow_nor_leak(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_in_pages_not_seen_does_not_leak(dtype: torch.dtype) -> None:
     problem = Problem([(1, 33), (20, 45)], dtype=dtype)
     clean = [problem.run(backend)[0] for backend in backends(problem.shape, dtype)]
@@ -182,7 +184,7 @@ def test_thread_count_does_not_change_a_bit() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", others(DTYPES, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
     ("lens", "value_dim", "softcap", "window"),
     [([(1, 500)], 64, 0.0, None), ([(1, 500)], 0, 2.0, None), ([(7, 480)], 0, 2.0, 129)],

@@ -170,12 +170,14 @@ def test_prompts_and_decode(built: Built, choices: Choices) -> None:
         assert len(fields.positions) == len(SAMPLINGS) and len(fields.counts) > 1 and len(fields.bias_ids) > 2
 
 
+@pytest.mark.parametrize("built", [combination("flashinfer"), "graphs"], indirect=True)
 def test_masks(built: Built, choices: Choices) -> None:
     mask = np.full((1, WORDS), -1, np.int32)
     assert built.launch(PROMPTS, of_odd_rows(plain(20), mask=mask), plain(21)) == 2 * built.has_graphs
     assert choices.fields[-2].masks.shape == (len(SAMPLINGS) if built.has_graphs else 6, WORDS)
 
 
+@pytest.mark.parametrize("built", [combination("flashinfer"), "graphs"], indirect=True)
 def test_log_probabilities(built: Built) -> None:
     of_some = of_odd_rows(plain(21), chosen_logprobs=2)
     assert built.launch(PROMPTS, plain(20, chosen_logprobs=3), of_some) == 2 * built.has_graphs
@@ -231,7 +233,7 @@ def test_steps_of_experts_are_captured_on_every_card(
 @pytest.mark.parametrize(
     ("way", "config", "dtype"),
     [
-        ("flashinfer", CONFIG, BF16), combination("flashinfer", EXPERTS, FP16),
+        combination("flashinfer", CONFIG, BF16), combination("flashinfer", EXPERTS, FP16),
         combination("flashinfer", EXPERTS, BF16), ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
     ],
     ids=["dense", "experts in float16", "experts", "sinks", "fp8"],
@@ -278,9 +280,9 @@ class SecondOfTwo(Ranks):
     ("way", "config", "ranks"),
     [
         combination("flashinfer", CONFIG, ONE_RANK), combination("graphs", CONFIG, ONE_RANK),
-        ("fp8", CONFIG, ONE_RANK), combination("flashinfer", EXPERTS, ONE_RANK), ("graphs", SINKS, ONE_RANK),
-        ("flashinfer", CONFIG, SecondOfTwo()),
-        combination("graphs", EXPERTS, SecondOfTwo()),
+        ("fp8", CONFIG, ONE_RANK), combination("flashinfer", EXPERTS, ONE_RANK),
+        combination("graphs", SINKS, ONE_RANK), combination("flashinfer", CONFIG, SecondOfTwo()),
+        ("graphs", EXPERTS, SecondOfTwo()),
     ],
     ids=["dense", "graphs", "fp8", "experts", "sinks", "ranks", "ranks with graphs"],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from tests.simulator.models import run_models
 from tests.simulator.mutations import MODEL_MUTATIONS, MUTATIONS
 from tests.simulator.schedule import Outcome, run_schedule
 
-NUM_SCHEDULES = int(os.environ.get("TEST_SCHEDULES", "250"))
+NUM_SCHEDULES = int(os.environ.get("TEST_SCHEDULES", "60"))
 TABLE = Path(__file__).with_name("README.md")
 SEEDS = {name: int(seed) for name, seed in re.findall(r"^\| ([^|]+) \| (\d+) \|$", TABLE.read_text(), re.MULTILINE)}
 

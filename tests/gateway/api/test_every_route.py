@@ -23,6 +23,7 @@ from gateway.batches.routes import add_batches
 from gateway.batches.store import BatchStore
 from protos import inference_pb2
 from tests.support.api_server import FULL, KEYS, SERVED, WAIT_S, Served, run_api
+from tests.support.combinations import combination
 
 ADMIN_KEY = "sixteen-characters-of-a-key"
 BEHIND = (
@@ -65,7 +66,7 @@ def serve(folder: Path, admin_key: str) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="module", params=["", ADMIN_KEY], ids=["no admin key", "admin key"])
+@pytest.fixture(scope="module", params=[combination(""), ADMIN_KEY], ids=["no admin key", "admin key"])
 def whole(request: pytest.FixtureRequest, full: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`full` starts before and ends after: each restores the logging that it found."""
     with serve(tmp_path_factory.mktemp("model"), request.param) as served:
