@@ -86,8 +86,10 @@ attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what th
 
 nightly: $(DEV_STAMP) ## What takes hours: all that make test leaves out, attacks, more examples of fuzzers, schedules of faults, families and tokens, nvcc
 	$(BIN)/python -m tests.attack.folders --seconds 600
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) -m 'hypothesis and not faults'
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
-	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
+	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/runtime/test_fuzz_config.py \
+	    tests/services/test_adversaries.py tests/services/test_fuzz_workers.py
 	TEST_SCHEDULES=10000 TEST_CARDS=all TEST_CONTEXT=128000 TEST_FAMILIES=all $(BIN)/python -m pytest -n $(JOBS) -m 'not faults' \
 	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py \
 	    tests/engine/test_fallback.py tests/services/test_states.py tests/bench/test_gpu_check.py

@@ -31,7 +31,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 wait_without_spinning()
 interpret_kernels()
 structlog.configure([structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()])  # plain tracebacks
-settings.register_profile("baton", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "baton", max_examples=35, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("nightly", settings.get_profile("baton"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "baton"))
 DEMO = "tests/services/demo/"

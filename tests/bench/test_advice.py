@@ -15,6 +15,7 @@ from engine.cuda.advice import describe_full_gpu
 from runtime.config import ServeConfig
 from runtime.gpus import CARDS, Card, CardName
 from runtime.settings import ConfigError
+from tests.support.combinations import examples
 from tests.support.command_line import parse
 from worker.startup.limits import ModelShape
 from worker.startup.pool_size import plan_pools
@@ -84,7 +85,7 @@ def test_8b_on_one_card_of_24_gb() -> None:
     assert not is_started and len(said) == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     shape=st.sampled_from([ONE, EIGHT, SEVENTY]), context=st.sampled_from([512, 8192, 131_072]),
     card=st.sampled_from(GPUS), num_gpus=st.sampled_from([1, 2, 4, 8]), prefill=st.sampled_from([None, 0, 1, 2]),

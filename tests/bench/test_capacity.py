@@ -26,7 +26,7 @@ from engine.cuda.sizes import most_logits
 from runtime.config import DecodeConfig
 from runtime.gpus import CARDS, CardName
 from runtime.settings import ConfigError
-from tests.support.combinations import combination
+from tests.support.combinations import combination, examples
 from tests.support.command_line import parse
 from worker.startup.limits import ModelShape, estimate_room, limits_of
 
@@ -127,7 +127,7 @@ def test_what_binds_is_named() -> None:
     gpu=st.sampled_from(list(CARDS)), rate=st.floats(0.1, 50), input_tokens=st.integers(2, 8000),
     output_tokens=st.integers(2, 1000), ttft_s=st.floats(0.2, 5), tpot_s=st.floats(0.02, 0.2),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_proposal_is_within_its_own_limits(
     gpu: CardName, rate: float, input_tokens: int, output_tokens: int, ttft_s: float, tpot_s: float
 ) -> None:

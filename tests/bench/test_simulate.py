@@ -15,6 +15,7 @@ from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits
 from bench.simulate.workload import build_conversations
+from tests.support.combinations import examples
 
 COSTS = Costs(step=1e-3, row=1e-5, kv_token=2e-8, token=3e-5, pair=1e-9, weights=4e-3)
 WORKLOAD = Workload(num_requests=60, rate=30.0, input_tokens=200, output_tokens=40)
@@ -91,7 +92,7 @@ parts = st.floats(0.1, 10)
 
 
 @given(parts, parts, parts, parts, parts, st.lists(works, min_size=60, max_size=60, unique=True))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_a_fit_recovers_costs(step: float, row: float, kv: float, token: float, pair: float, done: list[Work]) -> None:
     varied = [Work(number, number * 500, 0, 0) for number in range(1, 9)] + [Work(0, 0, 64, 9999), Work(0, 0, 64, 99)]
     costs = Costs(step * 1e-3, row * 1e-5, kv * 1e-8, token * 1e-5, pair * 1e-9)

@@ -31,6 +31,7 @@ from decode_worker.metrics import DecodeMetrics
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
 from runtime.peer_input import MAX_JSON_DEPTH
+from tests.support.combinations import examples
 from tests.support.grammars import DEMO_SIZE, allowed_in, compile_here, encode, vocabulary, walk
 from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
 from worker.kv_cache import KVCacheManager
@@ -106,7 +107,7 @@ def vocabulary_of(folder: Path) -> dict[int, bytes]:
     return {token: text for token, text in enumerate(texts) if text}
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_depth_is_counted_without_parsing(value: Any) -> None:
     def depth(node: Any) -> int:
@@ -357,6 +358,7 @@ WORKER = """
 import asyncio, sys
 from decode_worker.grammar.compiler import GrammarCompiler
 from demo.paths import TARGET_DIR
+from tests.support.combinations import examples
 
 async def main():
     compiler = GrammarCompiler(TARGET_DIR, 1024, 60)

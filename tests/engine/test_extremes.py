@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.sampling.sample import NOT_A_NUMBER, adjust_logits_
+from tests.support.combinations import examples
 from tests.support.sampling_twins import (
     BROKEN,
     FLOAT32,
@@ -44,7 +45,7 @@ def check(logits: Tensor, asked: list[Asked]) -> None:
 
 
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 33, 90]), is_broken=st.booleans())
-@settings(max_examples=75)
+@settings(max_examples=examples(75))
 def test_no_request_and_no_model_makes_a_step_raise_or_gets_what_is_forbidden(
     data: st.DataObject, vocabulary: int, is_broken: bool
 ) -> None:
@@ -78,7 +79,7 @@ def test_a_broken_row_takes_any_filter_and_harms_no_other(vocabulary: int, broke
 
 @given(temperature=st.floats(0, 1e-6, exclude_max=True), seed=st.integers(0, 100))
 @example(temperature=TINY, seed=0)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_next_to_no_temperature_is_none(temperature: float, seed: int) -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
     params = SamplingParams(temperature, top_k=5, top_p=0.9, min_p=0.1, seed=seed)

@@ -28,6 +28,7 @@ from engine.llm import LLM
 from engine.weights.fingerprint import weight_fingerprint
 from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
+from tests.support.combinations import examples
 from tests.support.forward import logits_of
 from tests.support.gguf_files import HALVES, random_blocks, write_gguf, write_gguf_models
 
@@ -167,7 +168,7 @@ def test_counts_and_tensors_outside_the_file_or_on_top_of_others_are_refused(who
         refuse(whole[:size], path)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_read(
     whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

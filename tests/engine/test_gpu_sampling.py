@@ -26,7 +26,7 @@ from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SEEN_BIT
 from engine.sampling.sample import adjust_logits_, sample_slowly
 from tests.support.batches import build_sampling_batch
-from tests.support.combinations import combination
+from tests.support.combinations import combination, examples
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams
 
@@ -93,7 +93,7 @@ def test_noise_has_the_bits_of_the_slow_twin() -> None:
 
 
 @given(data=st.data(), vocabulary=st.sampled_from([2, 33, 90, 2100]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_logits_are_adjusted_to_the_same_values(data: st.DataObject, vocabulary: int) -> None:
     asked = data.draw(st.lists(rows_asked(vocabulary), min_size=1, max_size=3))
     logits = torch.tensor(data.draw(rows(90, VALUES + BROKEN))).repeat(len(asked), 24)[:, :vocabulary].contiguous()

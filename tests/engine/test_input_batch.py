@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.input_batch import InputBatch
 from engine.sampling.fields import SEEN_BIT
 from engine.staging import upload
+from tests.support.combinations import examples
 from wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ def count_slowly(tokens: list[int], answer_begin: int) -> list[int]:
     return [answer[token] + SEEN_BIT * (token in seen) for token in range(VOCAB)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_counts_are_those_of_counting_anew(data: st.DataObject) -> None:
     rows = InputBatch(8, 30, 4, VOCAB, CPU)

@@ -15,6 +15,7 @@ from engine.cpu.cpu_sampling import load_cpu_sampling
 from engine.masks import allowed_words, can_choose
 from engine.sampling.logprobs import find_logprobs
 from engine.sampling.sample import adjust_logits_
+from tests.support.combinations import examples
 from tests.support.sampling_twins import Asked, build_batch, build_mask, sample_batch, threads
 from tests.support.threads import one_thread
 from wire.sampling import SamplingParams
@@ -78,7 +79,7 @@ def rows_for(draw: st.DrawFn, vocabulary: int) -> Asked:
 
 
 @given(data=st.data(), vocabulary=st.sampled_from([1, 5, 31, 32, 33, 64, 200, 300]), seed=st.integers(0, 1000))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_slow_equals_plain_python_whatever_is_beside_it(data: st.DataObject, vocabulary: int, seed: int) -> None:
     rows = data.draw(st.lists(rows_for(vocabulary), min_size=1, max_size=4))
     logits = random_logits(seed, len(rows), vocabulary)
@@ -92,7 +93,7 @@ def test_slow_equals_plain_python_whatever_is_beside_it(data: st.DataObject, voc
 
 
 @given(data=st.data(), seed=st.integers(0, 1000), num_threads=st.sampled_from([1, 3]))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_the_kernel_adjusts_to_the_same_bits(data: st.DataObject, seed: int, num_threads: int) -> None:
     kernel = load_cpu_sampling()
     if kernel is None:
@@ -173,7 +174,7 @@ def test_can_choose_looks_at_tokens_that_exist(vocabulary: int) -> None:
     rows=st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from([0, 1, 2, 5, 20, 60])), max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),  # bfloat16: ties
 )
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_log_probabilities_are_those_of_a_stable_sort(
     seed: int, vocabulary: int, rows: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:

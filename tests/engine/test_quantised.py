@@ -25,6 +25,7 @@ from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import ShardReader
 from engine.weights.table import WHOLE, Product, Shard
+from tests.support.combinations import examples
 from tests.support.quantised import FORMATS, compressed, gptq, write_models
 
 CPU = torch.device("cpu")
@@ -220,7 +221,7 @@ FIELDS: st.SearchStrategy[tuple[str, Any]] = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=examples(150), deadline=None, database=None)
 @given(data=st.data())
 def test_damaged_headers_are_value_errors(models: dict[str, tuple[Path, Path]], data: st.DataObject) -> None:
     source = models[data.draw(st.sampled_from(DAMAGED))][0]

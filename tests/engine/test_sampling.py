@@ -17,6 +17,7 @@ from engine.cpu.cpu_sampling import sample_on_cpu as sample
 from engine.sampling.fields import PARAMS
 from engine.sampling.noise import build_keys, gumbel_noise, hash_ids
 from tests.support.batches import build_sampling_batch
+from tests.support.combinations import examples
 from tests.support.instruction_sets import WIDTHS, built_for
 from tests.support.sampling_twins import build_mask, chi_square_sigmas, sample_both
 from tests.support.threads import one_thread
@@ -71,7 +72,7 @@ def hash_in_plain_python(token: int, seed: int, position: int) -> int:
 @given(
     st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40), st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_hash_equals_unbounded_integers(ids: list[int], seed: int, position: int) -> None:
     expected = [hash_in_plain_python(token, seed, position) for token in ids]
     assert hash_words(torch.tensor(ids), seed, position).tolist() == expected
@@ -162,7 +163,7 @@ def width(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("width")
 @given(data=st.data(), num_threads=st.sampled_from([1, 2, 3]))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_fast_equals_slow(data: st.DataObject, num_threads: int) -> None:
     vocabulary = data.draw(st.sampled_from([1, 2, 3, 8, 31, 65, 255, 256, 257, 700]))
     logits, params = data.draw(some_logits(vocabulary)), data.draw(params_of_all_kinds)

@@ -20,6 +20,7 @@ from kvtransfer.layout import plan_all_runs
 from kvtransfer.reader import PageStore, ReadError
 from protos import kv_pb2
 from tests.kvtransfer.test_layout import PAGE_PARTS, can_share
+from tests.support.combinations import examples
 from tests.support.pool_process import find_share
 from wire.kv_layout import PagePart
 
@@ -49,7 +50,7 @@ def sum_all(ranks: Sequence[NDArray[np.uint8]], places: Sequence[tuple[int, int,
         return [one for rank, *bytes_ in places for one in compute_checksums(stores[rank], PAGES, *bytes_)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(PAGE_PARTS, st.data())
 def test_every_byte_is_checked_whatever_the_numbers_of_ranks(parts: list[PagePart], data: st.DataObject) -> None:
     sizes = st.sampled_from([size for size in (1, 2, 4, 8) if can_share(parts, size)])

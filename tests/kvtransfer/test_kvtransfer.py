@@ -26,6 +26,7 @@ from kvtransfer.shm import ShmReader
 from kvtransfer.transports import open_reader as open_by_name
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, open_channel
+from tests.support.combinations import examples
 from tests.support.fake_cuda import FakeGpu
 from tests.support.fake_workers import PATIENCE_S
 from tests.support.pool_process import (
@@ -240,7 +241,7 @@ async def test_a_long_read_is_shared_by_two_threads_and_ends_with_both(monkeypat
     await reader.close()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.binary(min_size=1, max_size=100) | st.integers(1, 70_000).map(lambda count: bytes([count % 256]) * count))
 def test_hand_written_messages_are_protobufs(data: bytes) -> None:
     message = kv_pb2.ReadPagesResponse(data=data).SerializeToString()
@@ -249,7 +250,7 @@ def test_hand_written_messages_are_protobufs(data: bytes) -> None:
     assert isinstance(view, memoryview) and bytes(view) == data
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=30) | st.binary(max_size=30).map(lambda tail: b"\x0a" + tail))
 def test_any_bytes_are_either_a_message_or_a_read_error(message: bytes) -> None:
     try:

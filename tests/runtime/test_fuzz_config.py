@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from cli.sources import CONFIG_TYPES
 from runtime.settings import ConfigError, field_names
+from tests.support.combinations import examples
 from tests.support.command_line import parse
 
-fuzz = settings(max_examples=30, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 VALUES = [
     "0", "-1", "1", "8000", "65536", "1e400", "nan", "inf", "-inf", "0.5", "true", "false", '""', '"auto"', '"0.0.0.0"',
     '"a:1"', '["a:1"]', "[]", "[1]", '[["a"]]', "{}", "{ a = 1 }", "1979-05-27", '"é\\u0000"', "99999999999999999999",

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
+from tests.support.combinations import examples
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.messages import mutate
 from tests.support.real_workers import (
@@ -200,7 +201,7 @@ def test_any_message_and_any_bytes_get_a_known_answer(ring: Ring, method: str) -
     cut = st.integers(0, len(valid)).map(lambda at: valid[:at] + b"\xff" * 3 + valid[at:])
     messages = mutate(start).map(lambda message: message.SerializeToString())
 
-    @settings(max_examples=80, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(80), suppress_health_check=list(HealthCheck))
     @given(messages | messages | st.binary(max_size=60) | cut)
     def ask(payload: bytes) -> None:
         code, details = answer_of(address, method, payload)

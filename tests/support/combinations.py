@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def combination(*values: object) -> Any:
@@ -18,3 +19,8 @@ def others(values: Iterable[object], *kept: object) -> Iterator[Any]:
     """The values of one name of `pytest.mark.parametrize`, of which `make test` has those kept alone."""
     for value in values:
         yield value if value in kept else combination(value)
+
+
+def examples(nightly: int) -> int:
+    """How many of a property are tried: `make test` has a third."""
+    return -(-nightly // 3) if settings().derandomize else nightly

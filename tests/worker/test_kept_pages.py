@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.combinations import examples
 from tests.support.sequence_params import answer, run
 from wire.retention import ALL_TOKENS, KeptPart, Retention
 from worker.kv_cache import KVCacheManager
@@ -137,7 +138,7 @@ ACT = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(ACT, max_size=60), st.sampled_from([1.0, 0.4]))
 def test_the_page_goes_whose_use_is_longest_ago(acts: list[tuple[str, int, float, int, str]], share: float) -> None:
     """By the plain definition, page by page, where shares do not bind; counts are right where they do."""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.combinations import examples
 from tests.support.sequence_params import answer, awaited, build_scheduler, finish, pack, plan, receive, run
 from wire.page_keys import next_key, root_key
 from worker.kv_cache import num_pages_for
@@ -37,7 +38,7 @@ def test_of_two_pages_with_one_key_the_first_is_found_and_a_page_keeps_its_first
     assert first not in cache.allocate(2), "free pages go before cached ones"
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.integers(3, 8),
     st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.integers(0, 3)), max_size=25),

@@ -9,6 +9,7 @@ from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningReader
+from tests.support.combinations import examples
 from tests.support.texts import KINDS, edges, tiny
 from wire.logprobs import TokenLogprobs
 
@@ -37,7 +38,7 @@ texts = st.lists(st.sampled_from(["hello", " world", " ", "é", "🙂", "日本"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     words=texts, cuts=st.lists(st.integers(0, 99), max_size=6), ending=st.sampled_from(["stop", "length"]),
     stops=st.lists(st.sampled_from(["END", "lo w", "🙂", "日本E", "x"]), max_size=2),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from protos import inference_pb2
 from tests.support.adapters import APIS
 from tests.support.api_server import SERVED, WAIT_S, Served
+from tests.support.combinations import examples
 from tests.support.messages import mutate
 from tests.support.rest_adapters import Rest
 from tests.support.tiny_tokenizer import CONTEXT
@@ -59,7 +60,7 @@ KEYS = [
     "response_format", "structured_outputs", "json", "json_schema", "type", "min_tokens", "input", "text", "reasoning",
     "call_id", "output", "system", "input_schema", "is_error", "tokens",
 ]  # fmt: skip
-fuzz = settings(max_examples=40, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 
 EDGES: list[Any] = [
     None, True, 0, -1, 2, 2**63, 10**30, -0.5, float("nan"), float("inf"), "", "x", "\0", "\ud800", "🙂" * 50,
@@ -140,7 +141,7 @@ def test_changed_bodies_any_bytes_and_any_json(served: Served, path: str) -> Non
 def test_bytes_that_are_no_http(served: Served) -> None:
     """The connection is closed or answered by a 4xx; the server still serves."""
 
-    @settings(fuzz, max_examples=30)
+    @settings(fuzz, max_examples=examples(30))
     @given(
         st.binary(min_size=1, max_size=200) | st.binary(max_size=60).map(lambda tail: b"POST /v1/completions " + tail)
     )

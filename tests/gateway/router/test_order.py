@@ -14,6 +14,7 @@ from gateway.router import order as order_module
 from gateway.router.order import TURNS, Order
 from gateway.router.request import Request
 from gateway.router.worker_view import ChunkCosts, WorkerView
+from tests.support.combinations import examples
 from tests.support.virtual_fleet import wanted
 from tests.support.worker_views import DECODE, PREFILL
 
@@ -91,7 +92,7 @@ def is_fair(served: Sequence[int]) -> bool:
     return all(abs(one - mean) <= 0.15 * mean for one in served)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     priorities=st.lists(st.integers(0, 9), min_size=1, max_size=30), owners=st.integers(1, 4),
     watched=st.integers(0, 29), seed=st.integers(0, 99),

@@ -26,6 +26,7 @@ from gateway.router.policies import LocalPrefill
 from gateway.router.readiness import Unready, find_unready
 from gateway.router.worker_view import ChunkCosts, WorkerView
 from runtime.config_parts import NoPrefill
+from tests.support.combinations import examples
 from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 
 DEAD: dict[str, Any] = {"is_alive": False, "trouble": "does not answer"}
@@ -380,7 +381,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
     return views
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(fleet=fleets())
 def test_a_worker_with_room_is_always_found(fleet: list[WorkerView]) -> None:
     """With local prefill for all, waiting means that every living decode worker is full."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.router.worker_view import Role, WorkerView
 from gateway.scaling.roles import HOLD_S, REST_S, ROLES, Change, RoleBalance, Seen
+from tests.support.combinations import examples
 from tests.support.worker_views import DECODE, PREFILL
 
 SPEED = 1000.0  # prompt tokens that a worker computes a second
@@ -86,7 +87,7 @@ def test_workers_of_one_role_are_not_asked() -> None:
         assert balance.look(views, Seen(now * 1e6, 0, 10**6, 10), float(now)) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 5000), st.integers(0, 50), st.sets(st.integers(0, 4))), min_size=1, max_size=5),
     st.integers(2, 5),

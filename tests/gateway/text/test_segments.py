@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from gateway.text import segments
 from gateway.text.segments import ENTRY_BYTES, SegmentEncoder, find_marks
 from gateway.text.tokenizer import Tried
+from tests.support.combinations import examples
 from tests.support.texts import tiny
 from tests.support.tiny_tokenizer import CORPUS
 
@@ -115,7 +116,7 @@ texts = st.lists(
 
 @pytest.mark.parametrize("is_greedy", [False, True], ids=["plain", "greedy"])
 @pytest.mark.parametrize("kind", BUILD)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(turns=st.lists(texts, min_size=1, max_size=3))
 def test_segments_have_the_tokens_of_the_whole_text(kind: str, is_greedy: bool, turns: list[str]) -> None:
     tokenizer = backend(kind, is_greedy)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from gateway.text.stops import StopStrings
 from gateway.text.template import TemplateRefusalError
 from gateway.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.support.combinations import examples
 from tests.support.texts import KINDS, edges, split, tiny
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, CONTEXT, write_byte_level
 
@@ -36,7 +37,7 @@ cuts = st.lists(st.integers(0, 200), max_size=8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=texts | words, cuts=cuts)
 def test_deltas_of_any_text_are_its_full_decode(kind: str, text: str, cuts: list[int]) -> None:
     tokenizer = tiny(kind)
@@ -66,7 +67,7 @@ def _sentencepiece_truth(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize(("kind", "truth"), [("byte_level", Tokenizer.decode), ("sentencepiece", _sentencepiece_truth)])
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data(), cuts=cuts)
 def test_deltas_of_any_tokens(kind: str, truth: Any, data: st.DataObject, cuts: list[int]) -> None:
     tokenizer = tiny(kind)
@@ -75,7 +76,7 @@ def test_deltas_of_any_tokens(kind: str, truth: Any, data: st.DataObject, cuts: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data(), cut=st.integers(0, 40))
 def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, cut: int) -> None:
     tokenizer = tiny(kind)
@@ -170,7 +171,7 @@ def _truth(text: str, stops: list[str]) -> str:
 small = st.text(alphabet="abA", max_size=40)
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(text=small, stops=st.lists(st.text(alphabet="abA", min_size=1, max_size=5), max_size=4), cuts=cuts)
 def test_stop_strings_cut_where_find_says_however_the_text_is_split(
     text: str, stops: list[str], cuts: list[int]

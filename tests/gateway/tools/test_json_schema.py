@@ -15,6 +15,7 @@ from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.json_schema import as_object, find_unenforced
 from gateway.tools.values import value_types
+from tests.support.combinations import examples
 from tests.support.grammars import compile_here, vocabulary, walk
 
 STOP = 2
@@ -79,7 +80,7 @@ def answers(text: str, count: int) -> list[Any]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(schemas(), schemas(depth=0), schemas(depth=1))
 def test_answers_match_all_that_is_not_reported(
     schema: dict[str, Any], one: dict[str, Any], other: dict[str, Any]

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
+from tests.support.combinations import examples
 from tests.support.texts import Call, joined, split, summary
 from wire.dialects import ARGUMENTS, FORMATS, NAME, SPACE, Format
 
@@ -49,7 +50,7 @@ arguments = st.builds(
 calls_strategy = st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=4)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(format=formats, calls=calls_strategy, lead=st.sampled_from(["", "Let me look.\n", "a < b ["]), cuts=cut_lists)
 def test_what_a_model_writes_is_read_however_it_is_split(
     format: Format, calls: list[Call], lead: str, cuts: list[int]
@@ -90,7 +91,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(all_formats, st.lists(st.sampled_from(FRAGMENTS), max_size=14), cut_lists, st.booleans())
 @example(FORMATS["hermes"], ['<tool_call>{"name": "now"}', "</tool_call>", " ", "<tool"], [], False)
 def test_any_text_gives_the_same_events_however_it_is_split_and_none_is_lost(
