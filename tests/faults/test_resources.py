@@ -104,7 +104,7 @@ def _check_canary_soon(fleet: ProcessFleet, truth: Truth) -> None:
 
 
 def test_row_24_no_memory_for_a_shared_pool(tmp_path: Path, truth: Truth) -> None:
-    """Files may have 1 MiB, and so may a prefill pool's memory file: the pool is then private and read over gRPC.
+    """Files may have 1 MiB, and so may a pool's memory file: the pool is then private and read over gRPC.
 
     Several ranks need a shared pool, and report that there is none.
     """
@@ -117,9 +117,9 @@ def test_row_24_no_memory_for_a_shared_pool(tmp_path: Path, truth: Truth) -> Non
         pass
     with _run_wrapped(tmp_path, "", limit, {"decode": ["--tp=1"]}) as fleet:
         said = _warnings(fleet, "pages go over gRPC even on this host")
-        assert not said["decode-0"], "nobody reads its pages"
-        assert len(said["prefill-0"]) == 1, said
-        assert "File too large" in said["prefill-0"][0] and "64 MiB" in said["prefill-0"][0], said
+        for name in ("prefill-0", "decode-0"):
+            assert len(said[name]) == 1, said
+            assert "File too large" in said[name][0] and "64 MiB" in said[name][0], said
         truth.check_canary(fleet)
         assert fleet["decode-0"].metric("kv_transfer_bytes_total", {"transport": "grpc"}) > 0
 
