@@ -60,7 +60,7 @@ def choose_prefill_workers(config: ServeConfig, num_gpus: int) -> tuple[int, str
         return 1, "on CPUs one is the default"
     if config.prefill_tp > 1 or config.prefill_pp > 1 or config.no_prefill != "fallback":
         return 1, "--prefill-tp, --prefill-pp or --no-prefill asks for one"
-    needed = config.decode_workers * config.decode_tp * config.decode_pp * len(config.model)
+    needed = config.decode_workers * config.num_ranks_of("decode") * len(config.model)
     if num_gpus > needed:
         return 1, f"of {num_gpus} GPUs decode workers take {needed}"
     return 0, "decode workers need all GPUs and compute prompts too; another worker would load the weights once more"
@@ -88,7 +88,7 @@ def plan_workers(
     num_sharing = count_sharing(places, [len(own) for own in roles_of], num_awake)
     # No other worker uses the decode worker's cores: on a CPU it prefills by itself, unless told to hand prompts off.
     is_handed = num_prefill and config.local_prefill_max_tokens is not None
-    num_decode_ranks = config.decode_workers * config.decode_tp * config.decode_pp
+    num_decode_ranks = config.decode_workers * config.num_ranks_of("decode")
     has_all_cores = not embedding and num_decode_ranks == len(models) == 1 and not is_handed
     plans: list[WorkerPlan] = []
     for (at, own_number, role), own in zip(roles, places, strict=True):
@@ -122,10 +122,10 @@ def place_ranks(config: ServeConfig, roles: Sequence[str], num_gpus: int) -> lis
     places: list[tuple[int, ...]] = []
     begin = 0
     for role in roles:
-        tp, pp = getattr(config, f"{role}_tp"), getattr(config, f"{role}_pp")
-        size = tp * pp
+        size = config.num_ranks_of(role)
         if num_gpus:
-            name = f"{role}_tp" if tp > num_gpus or pp == 1 else f"{role}_pp"
+            tp = getattr(config, f"{role}_tp")
+            name = f"{role}_tp" if tp > num_gpus or tp == size else f"{role}_pp"
             config.require(name, size <= num_gpus, f"{num_gpus} or less: each rank has a GPU of its own")
         places.append(tuple((begin + rank) % num_gpus for rank in range(size)) if num_gpus else (0,))
         begin += size
@@ -146,7 +146,7 @@ def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus:
     """The share of a GPU that each of its `num_sharing` workers may take. Raises ConfigError if they need more."""
     most = 1 / num_sharing
     if config.gpu_memory_share > most:
-        fewer = max(1, num_gpus // (config.decode_tp * config.decode_pp))
+        fewer = max(1, num_gpus // config.num_ranks_of("decode"))
         advice = "--prefill-workers 0" if num_prefill else f"--decode-workers {fewer}"
         raise ConfigError(
             f"gpu_memory_share={config.gpu_memory_share:g} cannot be used: {num_sharing} workers share a GPU, which "

@@ -46,8 +46,7 @@ class RayFleet:
         num_gpus = int(ray.cluster_resources().get("GPU", 0)) if config.device != "cpu" else 0  # type: ignore[no-untyped-call]
         self._has_gpus = num_gpus > 0
         num_prefill, _ = choose_prefill_workers(config, num_gpus)
-        num_ranks = num_prefill * config.prefill_tp * config.prefill_pp
-        num_ranks += config.decode_workers * config.decode_tp * config.decode_pp
+        num_ranks = num_prefill * config.num_ranks_of("prefill") + config.decode_workers * config.num_ranks_of("decode")
         config.require("ray", not num_gpus or num_gpus >= num_ranks, f"a cluster with {num_ranks} GPUs, not {num_gpus}")
         each = [str(gpu) for gpu in range(num_ranks)]  # stand-ins: Ray says which are an actor's
         plans = plan_workers(replace(config, prefill_workers=num_prefill), each)

@@ -307,7 +307,7 @@ def build_engine(
     torch.set_num_threads(threads)
     ranks = place.ranks
     device = choose_device(device_name, ranks.rank, ranks.size, place.num_hosts)
-    if isinstance(ranks, StagedRanks) and draft_model:
+    if ranks.num_stages > 1 and draft_model:
         raise ValueError("a model in stages (--pp) takes no draft model: set --draft-model none, on both sides")
     check_kv_dtype(kv_dtype, device)
     folder = resolve_model_folder(model)
@@ -320,7 +320,7 @@ def build_engine(
         if draft_model:
             draft = _load_draft(draft_model, folder, loaded.decoder, context_tokens, quantization, ranks)
         vision, why_blind = None, None
-        if has_vision and ranks.rank == 0 and not isinstance(ranks, StagedRanks):
+        if has_vision and ranks.rank == 0 and ranks.num_stages == 1:
             try:
                 vision = load_tower(folder, loaded.decoder.dtype, device)
             except ValueError as error:
@@ -352,8 +352,7 @@ def assemble_engine(
     if draft is not None and isinstance(draft.decoder, DraftDecoder) and draft.decoder.reads:
         decoder.tap(draft.decoder.reads)
     pool_dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
-    num_stages = ranks.num_stages if isinstance(ranks, StagedRanks) else 1
-    in_pages = [_find_parts(one, num_stages, device) for one in models]
+    in_pages = [_find_parts(one, ranks.num_stages, device) for one in models]
     shapes = [PoolShape(1, own, page_tokens, pool_dtype) for own in in_pages]
     slots = PoolShape(1, config.state_parts, 1, torch.float32)
     attention = [_choose_attention((one if one.kv_parts else model).decoder, page_tokens, pool_dtype) for one in models]
@@ -381,7 +380,7 @@ def assemble_engine(
 
     def share(fd: int, parts: tuple[PagePart, ...]) -> PoolShare | None:
         barrier = partial(ranks.all_reduce_min, 0, device)
-        return PoolShare(ranks.rank, ranks.size, parts, fd, barrier, num_stages) if ranks.size > 1 else None
+        return PoolShare(ranks.rank, ranks.size, parts, fd, barrier, ranks.num_stages) if ranks.size > 1 else None
 
     whole = [pad_parts(one.kv_parts, device) for one in models]
     parts = tuple(part for kv, own in zip(whole, shapes, strict=True) for part in own.page_parts(kv))
@@ -399,7 +398,7 @@ def assemble_engine(
         rows.adapters = AdapterRows(adapters, num_rows)
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
-    why_chains = _find_why_chains(config, attention[0].backend.name) or ("stages" if num_stages > 1 else None)
+    why_chains = _find_why_chains(config, attention[0].backend.name, ranks.num_stages)
     if why_chains is None:
         rows.lay_out_trees = trees.lay_out
     tensors = [pool.tensor, pool.tensor if pool.draft_tensor is None else pool.draft_tensor]
@@ -436,7 +435,7 @@ def _find_parts(model: Loaded, num_stages: int, device: torch.device) -> tuple[K
     return tuple(own._replace(num_layers=most_layers(whole.num_layers, num_stages)) for own, whole in pairs)
 
 
-def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str) -> str | None:
+def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str, num_stages: int) -> str | None:
     """The first reason why drafts are chains; None if they may be trees."""
     if isinstance(config, FallbackConfig):
         return "a model that transformers runs"
@@ -446,6 +445,7 @@ def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str) -> st
         "layers that differ in their heads": len(set(config.attention_shapes)) > 1,
         "latents": config.token_kv is not None,
         attention: attention not in TREE_ATTENTION,
+        "stages": num_stages > 1,
     }
     return next((name for name, is_so in found.items() if is_so), None)
 

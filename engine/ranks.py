@@ -17,7 +17,7 @@ AddNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # Ops.add_norm_
 class Ranks:
     """One rank's view of its group. This class: a group of one, which has the whole model."""
 
-    rank, size = 0, 1
+    rank, size, num_stages = 0, 1, 1
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by the sum over all ranks and return it. All ranks get the same bits."""

@@ -102,7 +102,7 @@ class StageDecoder(Decoder):
 
 
 class StageRunner(Runner):
-    """Of a stage before the last: it chooses no tokens. The leader sends those that were chosen."""
+    """Runs a stage before the last, which chooses no tokens. The leader sends those that were chosen."""
 
     def _finish(self, step: Prepared, batch: Batch, hidden: Tensor) -> Launched:
         return Launched(hidden.new_empty(0, dtype=torch.int64), [])

@@ -137,15 +137,21 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
         self.require("no_prefill", has_prefill, "fallback, or a --prefill-workers of 1 or more")
         self.require("ray", not self.ray or find_spec("ray") is not None, "Ray: pip install 'baton[ray]'")
         self.require("ray", not self.ray or len(self.model) == 1, "one --model: with several, start each by itself")
-        is_fixed, is_equal = self.roles == "fixed", self.decode_tp == self.prefill_tp
-        has_equal_stages = self.decode_pp == self.prefill_pp
+        is_fixed = self.roles == "fixed"
         self.require("roles", is_fixed or not self.ray, "fixed with --ray")
-        self.require("decode_tp", is_fixed or is_equal, "the same as --prefill-tp where workers change roles")
-        self.require("decode_pp", is_fixed or has_equal_stages, "the same as --prefill-pp where workers change roles")
+        for name in ("tp", "pp"):
+            is_equal = getattr(self, f"decode_{name}") == getattr(self, f"prefill_{name}")
+            rule = f"the same as --prefill-{name} where workers change roles"
+            self.require(f"decode_{name}", is_fixed or is_equal, rule)
         for name in ("max_prefill_workers", "max_decode_workers"):
             self.require(name, bool(self.ray) or not getattr(self, name), "--ray, which adds workers by load")
         fits_all = len(self.model) == 1 or self.draft_model in ("auto", NO_DRAFT)
         self.require("draft_model", fits_all, "auto or none with several models")
+
+    def num_ranks_of(self, role: str) -> int:
+        """Ranks of one worker of the role, prefill or decode."""
+        ranks: int = getattr(self, f"{role}_tp") * getattr(self, f"{role}_pp")
+        return ranks
 
 
 def _require_address(name: str, address: str) -> None:

@@ -30,7 +30,7 @@ from tests.support.live import Live, serve
 KEYS = {"stream": "sk-stream", "second": "sk-second", "attacker": "sk-attacker"}
 MOST_GAP_S = 0.15  # of the stream, beyond that beside harmless requests
 MOST_WAIT = 2.0  # times its quiet time: the second key's requests, at the median
-LEAST_WAIT_S = 0.15  # below, a wait is no harm
+LEAST_WAIT_S = 0.15  # a shorter wait does no harm
 MOST_MEMORY = 1.1  # times the gateway's before, at the end
 QUIET_S, SETTLE_S, PERIOD_S = 5.0, 1.0, 0.2
 FLAGS = ("--batch-dir-mib=256", "--patience-s=30", "--max-queue=1024")
@@ -42,7 +42,7 @@ app = App(name="python -m tests.attack", help=__doc__)
 
 @dataclass
 class Seen:
-    """What the others had while something ran."""
+    """The gaps and waits of the others while something ran."""
 
     gaps_s: list[float] = field(default_factory=list)  # between parts of the stream
     waits_s: list[float] = field(default_factory=list)  # of the second key's requests
@@ -62,7 +62,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Found:
-    """What became of all cases."""
+    """The results of all cases."""
 
     quiet: Seen
     rows: Sequence[Row]
@@ -126,7 +126,7 @@ def read_mib(pid: int) -> float:
 
 
 def run(live: Live, others: Others, name: str, target: Target, *, is_control: bool) -> Seen:
-    """What the others had from the case's beginning to a moment after its end."""
+    """Run one case; returns the others' gaps and waits from its beginning to a moment after its end."""
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=attack, args=(there, name, target, is_control))
     process.start()

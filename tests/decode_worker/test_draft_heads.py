@@ -267,7 +267,7 @@ def test_medusa_heads_have_no_kv_and_draft_no_more_than_they_are(tmp_path: Path)
      *(("lying", name) for name in ("qwen3_5_text", "lfm2", "deepseek_v3")), combination("lying", "qwen3_next")],
 )  # fmt: skip
 def test_states_and_latents_go_back_behind_a_wrong_draft(tmp_path: Path, model_type: str, drafter: str) -> None:
-    """Of models with recurrent layers, also of those that run by transformers' code; and of latent attention."""
+    """Models with recurrent layers, also those that run by transformers' code, and with latent attention."""
     if model_type.startswith("deepseek"):
         write_checkpoint(tmp_path, model_type, vocab=VOCAB)
     else:

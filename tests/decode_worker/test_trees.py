@@ -56,7 +56,7 @@ def check_equal(found: Answers, plain: Answers) -> None:
 
 @pytest.mark.parametrize("right", [1.0, 0.6])
 def test_answers_with_trees_are_those_without(engine: Engine, tokenizer: Tokenizer, right: float) -> None:
-    """Of all samplings, some with log-probabilities, minimum lengths, and end tokens."""
+    """All samplings, some with log-probabilities, minimum lengths, and end tokens."""
     requests = [replace(one, max_draft_tokens=2 + at) for at, one in enumerate(build_requests(tokenizer, "tree"))]
     plain = decode(engine, [replace(one, drafter="off") for one in requests])
     drafter = TreeDrafter(plain.tokens, 1024, right)

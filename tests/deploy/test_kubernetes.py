@@ -93,21 +93,22 @@ class Fleet:
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BATON_FLEET_SECRET", "0123456789abcdef")
-        manifests = list(build(request.param, tmp_path_factory.mktemp("kustomize")))
+        manifests = list(build(FLEETS[request.param], tmp_path_factory.mktemp("kustomize")))
         owners = [one for one in manifests if one["kind"] in ("Deployment", "StatefulSet")]
         pods = [read_pod(owner, manifests) for owner in owners]
         yield Fleet(request.param, manifests, {pod.component: pod for pod in pods})
 
 
-def build(name: str, folder: Path) -> Iterator[Manifest]:
-    """The manifests of a fleet."""
-    if name == "base":
+def build(parts: tuple[str, ...], folder: Path) -> Iterator[Manifest]:
+    """The manifests of an overlay and components. folder: where to write what names them; made if it is not there."""
+    if parts == FLEETS["base"]:
         for file in yaml.safe_load((KUBERNETES / "base/kustomization.yaml").read_text())["resources"]:
             yield from yaml.safe_load_all((KUBERNETES / "base" / file).read_text())
     elif shutil.which("kubectl") is None:
         pytest.skip("kubectl, which builds overlays, is not installed")
     else:
-        resource, *components = (os.path.relpath(KUBERNETES / part, folder) for part in FLEETS[name])
+        resource, *components = (os.path.relpath(KUBERNETES / part, folder) for part in parts)
+        folder.mkdir(exist_ok=True)
         kustomization = {"resources": [resource], "components": components}
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         yield from yaml.safe_load_all(kustomize(folder))
@@ -353,11 +354,8 @@ def test_the_next_revision_is_the_same_workers_beside_those_that_serve(
     overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_FLEET_SECRET", "0123456789abcdef")
-    folders = ((f"overlays/{overlay}",), (f"overlays/{overlay}", "overlays/next"))
-    for rank, parts in enumerate(folders):
-        (tmp_path / str(rank)).mkdir()
-        monkeypatch.setitem(FLEETS, str(rank), parts)
-    here, following = (list(build(str(rank), tmp_path / str(rank))) for rank in range(2))
+    here = list(build((f"overlays/{overlay}",), tmp_path / "here"))
+    following = list(build((f"overlays/{overlay}", "overlays/next"), tmp_path / "following"))
     assert sorted(one["kind"] for one in following) == ["ConfigMap", "StatefulSet", "StatefulSet"]
     names = {(one["kind"], one["metadata"]["name"]) for one in here}
     assert names.isdisjoint((one["kind"], one["metadata"]["name"]) for one in following)
@@ -379,11 +377,8 @@ def test_a_worker_of_two_hosts_is_the_same_one_in_a_leader_worker_set(
     overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_FLEET_SECRET", "0123456789abcdef")
-    monkeypatch.setitem(FLEETS, "alone", (f"overlays/{overlay}",))
-    monkeypatch.setitem(FLEETS, "hosts", (f"overlays/{overlay}", "overlays/hosts"))
-    for name in ("alone", "hosts"):
-        (tmp_path / name).mkdir()
-    alone, together = (list(build(name, tmp_path / name)) for name in ("alone", "hosts"))
+    alone = list(build((f"overlays/{overlay}",), tmp_path / "alone"))
+    together = list(build((f"overlays/{overlay}", "overlays/hosts"), tmp_path / "together"))
     services = {one["metadata"]["name"]: one["spec"]["selector"] for one in together if one["kind"] == "Service"}
     sets = {one["metadata"]["name"]: one for one in together if one["kind"] == "LeaderWorkerSet"}
     before = {one["metadata"]["name"]: one for one in alone if one["kind"] == "StatefulSet"}

@@ -247,7 +247,7 @@ class LedRunner(Runner):
 class Deferred(Launched):
     """A step that the stages before compute. This rank's stage does once it, or a later step, is collected."""
 
-    def __init__(self, step: Prepared, compute: Callable[[Launched], ModelOutput]) -> None:
+    def __init__(self, step: Prepared, compute: Callable[["Deferred"], ModelOutput]) -> None:
         self.step = step
         self._compute = compute
         self.output: ModelOutput | None = None
@@ -275,8 +275,7 @@ class StagedRunner(LedRunner):
     def begin(self, requests: Sequence[ForwardRow]) -> Begun:
         raise NotImplementedError("all tokens that a step of stages goes on from are known when it is launched")
 
-    def _compute(self, wanted: Launched) -> ModelOutput:
-        assert isinstance(wanted, Deferred)
+    def _compute(self, wanted: Deferred) -> ModelOutput:
         while wanted.output is None:
             deferred = self._waiting.popleft()
             with self._ending():

@@ -145,7 +145,7 @@ FAMILIES = {
 
 
 def route_like(family: Family, router: Any, rows: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """What `route` makes of the router's logits, and the router's own ids and weights."""
+    """The ids and weights that `route` finds in the router's logits, and the router's own."""
     bias, scale = family.bias(router), None
     logits, weights, ids = router(rows, bias) if family.takes_bias else router(rows)
     if family.router.startswith("gemma4"):
@@ -279,7 +279,7 @@ def test_experts_in_few_bits_add_up_like_a_loop_of_their_values(form: str, num_r
 
 @pytest.mark.parametrize(("hidden", "width"), [(40, 7), (9, 35)])
 def test_kernels_with_depths_of_several_tiles(hidden: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of smaller tiles, as the interpreter takes seconds for several of 512."""
+    """Smaller tiles, as the interpreter takes seconds for several of 512."""
     for name, tile in (("GATED_TILE", (4, 32)), ("TILE", (8, 32)), ("SUM_TILE", 16)):
         monkeypatch.setattr(gpu_experts, name, tile)
     stacked, rows, chosen = random_experts("silu", True, hidden, width), randn(2, hidden + 3)[:1, :hidden], choose(1)
