@@ -1,7 +1,8 @@
 """`baton serve --ray ADDRESS`: the gateway and the workers on the nodes of a Ray cluster.
 
 Ray finds room for processes, starts them and says when one is gone; no request passes through it. Each process is the
-child of an actor, listens at its node's address, and the gateway reads the workers' addresses from files beside it.
+child of an actor, listens at its node's address, and the gateway reads the workers' addresses from files beside it. A
+worker over several hosts is an actor on each of as many nodes; when one is gone, all are placed again.
 
     placed ──► starting ──► ready: in the files ──► ended, or its node is gone: out of the files ──► placed, elsewhere
                                 └── more than the load needs: it drains, and is not placed again
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -18,7 +20,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cli.plan import Bounds, ProcessSpec, choose_prefill_workers, plan_gateway, plan_restart, plan_workers
 from cli.ray_holder import ASK_S, Addresses, Holder, Role
@@ -34,6 +37,7 @@ from runtime.settings import ConfigError
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 LOOK_S = 5.0  # between two looks at what the load needs
 ROOM_S = 60.0  # without a place, after which that is said
+NAMED_S = 5.0  # until host 0 has said why its worker ends
 LOST = -signal.SIGKILL  # exit status of what ended with its node
 
 
@@ -91,6 +95,7 @@ class RayFleet:
         self._screen.serving(self._ready["gateway"])
         while True:
             await asyncio.sleep(LOOK_S)
+            self._check_tasks()
             await self._follow_load()
 
     async def _until_ready(self) -> None:
@@ -98,6 +103,7 @@ class RayFleet:
         while len(self._ready) < len(self._keeping):
             self._changed.clear()
             await self._changed.wait()
+            self._check_tasks()
             if self._failure:
                 raise StartError(self._failure)
 
@@ -108,7 +114,14 @@ class RayFleet:
 
     def _keep_one(self, plan: ProcessSpec) -> None:
         environment = {name: value for name, value in plan.environment.items() if name != VISIBLE}
-        self._keeping[plan.name] = asyncio.create_task(self._keep(replace(plan, environment=environment)))
+        self._keeping[plan.name] = task = asyncio.create_task(self._keep(replace(plan, environment=environment)))
+        task.add_done_callback(lambda _task: self._changed.set())
+
+    def _check_tasks(self) -> None:
+        """Raises what was not foreseen, in place of a service that lacks a process without a word."""
+        for task in self._keeping.values():
+            if task.done():
+                task.result()
 
     # -- one process -------------------------------------------------------------------------------------------------
 
@@ -134,45 +147,79 @@ class RayFleet:
 
     async def _hold(self, plan: ProcessSpec) -> tuple[int, str]:
         """Place it once and follow it. Returns its exit status, and what happened where it could not tell that."""
-        holder = self._holders[plan.name] = self._place(plan)
+        room, holders = self._place(plan)
+        self._holders[plan.name] = holders[0]
+        ends: list[asyncio.Future[int]] = []  # of its processes, host 0's first
         try:
-            ready = await self._start(plan, holder)
-            if isinstance(ready, int):
-                return ready, ""
-            self._ready[plan.name] = ready
-            self._screen.ready(plan.name, ready)
-            self._changed.set()
-            await self._tell_gateway()
-            return await holder.wait.remote(), ""
+            await self._until_placed(plan, holders)
+            ends += [asyncio.ensure_future(one) for one in await self._start(plan, holders)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not ends[0].done():  # it ends with any other, and says why
+                await asyncio.wait(ends[:1], timeout=NAMED_S)
+            return next(one for one in ends if one.done()).result(), ""
         except RayTaskError as error:  # what `Holder` raised
             return LOST, f"{plan.name} cannot be started: {error.cause}"
         except RayError as error:
             return LOST, f"{plan.name} is gone with its node or its actor ({type(error).__name__})"
         finally:
             del self._holders[plan.name]
-            ray.kill(holder)
+            for end in ends:
+                end.add_done_callback(lambda one: one.cancelled() or one.exception())  # the first is told
+                end.cancel()
+            for holder in holders:
+                ray.kill(holder)
+            if room is not None:
+                remove_placement_group(room)
 
-    def _place(self, plan: ProcessSpec) -> Any:
-        """An actor with what the process needs; it may be without a place for now."""
-        is_gateway = plan.role == "gateway"
-        where: Any = "SPREAD"
-        if is_gateway:  # here, where --host is meant; it needs no core of its own
-            where = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        num_gpus = len(plan.gpus) if self._has_gpus and not is_gateway else 0
+    def _place(self, plan: ProcessSpec) -> tuple[PlacementGroup | None, list[Any]]:
+        """An actor on each of its hosts with what its ranks there need; they may be without a place for now."""
+        is_gateway, num_hosts, room = plan.role == "gateway", self._count_hosts(plan), None
+        num_gpus = len(plan.gpus) // num_hosts if self._has_gpus and not is_gateway else 0
         num_cpus = 0 if is_gateway else plan.settings.threads or 1
-        actor = ray.remote(Holder).options(
-            num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=where, max_restarts=0, max_concurrency=8
-        )
-        return actor.remote()
+        where: list[Any] = ["SPREAD"]
+        if is_gateway:  # here, where --host is meant (Ray places soft ones elsewhere, too); it needs no core of its own
+            where = [NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)]
+        elif num_hosts > 1:
+            room = placement_group([{"CPU": num_cpus, "GPU": num_gpus}] * num_hosts, strategy="STRICT_SPREAD")
+            where = [PlacementGroupSchedulingStrategy(room, host) for host in range(num_hosts)]
+        actor, needs = ray.remote(Holder), {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        return room, [
+            actor.options(**needs, scheduling_strategy=one, max_restarts=0, max_concurrency=8).remote() for one in where
+        ]
 
-    async def _start(self, plan: ProcessSpec, holder: Any) -> Ready | int:
-        starting = asyncio.ensure_future(holder.start.remote(plan, self._find_addresses()))
-        placed = asyncio.ensure_future(holder.__ray_ready__.remote())
-        placed.add_done_callback(lambda one: one.cancelled() or one.exception())  # which `starting` raises, too
+    def _count_hosts(self, plan: ProcessSpec) -> int:
+        return 1 if plan.role == "gateway" else int(getattr(self._config, f"{plan.role}_hosts"))
+
+    async def _until_placed(self, plan: ProcessSpec, holders: Sequence[Any]) -> None:
+        placed = asyncio.gather(*(holder.__ray_ready__.remote() for holder in holders))
         if not (await asyncio.wait([placed], timeout=ROOM_S))[0]:
-            self._screen.say(f"{plan.name} waits until a node has room for it: `ray status` lists what all have")
-        ready: Ready | int = await starting
-        return ready
+            nodes = "a node has" if len(holders) == 1 else f"{len(holders)} nodes have"
+            self._screen.say(f"{plan.name} waits until {nodes} room for it: `ray status` lists what all have")
+        await placed
+
+    async def _start(self, plan: ProcessSpec, holders: Sequence[Any]) -> list[Awaitable[int]]:
+        """Start its processes; returns what waits for their exit statuses."""
+        leader, *others = holders
+        if not others:
+            return [self._lead(plan, leader)]
+        hosts = {"BATON_NUM_HOSTS": f"{len(holders)}", "BATON_RENDEZVOUS": await leader.find_rendezvous.remote()}
+        own = [plan.environment | hosts | {"BATON_HOST_RANK": f"{host}"} for host in range(len(holders))]
+        first, *rest = [replace(plan, environment=environment) for environment in own]
+        return [
+            self._lead(first, leader),
+            *(one.start.remote(part, {}) for one, part in zip(others, rest, strict=True)),
+        ]
+
+    async def _lead(self, plan: ProcessSpec, holder: Any) -> int:
+        """Start host 0's process, which serves for all, and follow it to its end."""
+        ready: Ready | int = await holder.start.remote(plan, self._find_addresses())
+        if isinstance(ready, int):
+            return ready
+        self._ready[plan.name] = ready
+        self._screen.ready(plan.name, ready)
+        self._changed.set()
+        await self._tell_gateway()
+        return int(await holder.wait.remote())
 
     # -- the gateway and the load ------------------------------------------------------------------------------------
 

@@ -19,10 +19,16 @@ from cli.process import Process
 from cli.supervisor import KILL_S
 from runtime.addresses import bracketed, is_any
 from runtime.events import Ready
+from runtime.rpc import listen_tcp
 
 Role = Literal["prefill", "decode"]
 Addresses = Mapping[Role, Sequence[str]]
 ASK_S = 10.0  # for an answer that needs no time
+
+
+def find_node() -> str:
+    """Address of this node."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 class Holder:
@@ -32,9 +38,17 @@ class Holder:
         self._folder: TemporaryDirectory[str] | None = None  # of a gateway: the files with the workers' addresses
         self._process: Process | None = None
 
+    async def find_rendezvous(self) -> str:
+        """host:port of this node at which nothing listens."""
+        with listen_tcp(find_node(), 0, "--rendezvous") as listener:
+            return f"{bracketed(find_node())}:{listener.getsockname()[1]}"
+
     async def start(self, spec: ProcessSpec, addresses: Addresses) -> Ready | int:
-        """Start it. Returns its report, or its exit status if it never was ready. `addresses`: see `name_workers`."""
-        node = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        """Start it. Returns its report, or its exit status if it never was ready, as hosts other than the first.
+
+        `addresses`: see `name_workers`.
+        """
+        node = find_node()
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: a process decides by its own settings
         if spec.role == "gateway":
             self._folder = TemporaryDirectory(prefix="baton-ray-")  # of this user alone

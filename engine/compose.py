@@ -398,7 +398,7 @@ def assemble_engine(
         rows.adapters = AdapterRows(adapters, num_rows)
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
-    why_chains = _find_why_chains(config, attention[0].backend.name, ranks.num_stages)
+    why_chains = find_why_chains(config, attention[0].backend.name, ranks.num_stages)
     if why_chains is None:
         rows.lay_out_trees = trees.lay_out
     tensors = [pool.tensor, pool.tensor if pool.draft_tensor is None else pool.draft_tensor]
@@ -435,7 +435,7 @@ def _find_parts(model: Loaded, num_stages: int, device: torch.device) -> tuple[K
     return tuple(own._replace(num_layers=most_layers(whole.num_layers, num_stages)) for own, whole in pairs)
 
 
-def _find_why_chains(config: ModelConfig | FallbackConfig, attention: str, num_stages: int) -> str | None:
+def find_why_chains(config: ModelConfig | FallbackConfig, attention: str, num_stages: int) -> str | None:
     """The first reason why drafts are chains; None if they may be trees."""
     if isinstance(config, FallbackConfig):
         return "a model that transformers runs"

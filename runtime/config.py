@@ -16,6 +16,7 @@ from runtime.config_parts import (
     WorkerRoles,
     at_least_a_page,
     check_shares,
+    divides_ranks,
     parse_share,
 )
 from runtime.settings import ConfigError, Seconds, count, flag
@@ -130,6 +131,10 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
     """With --ray: as many prefill workers as the load needs, from --prefill-workers to this; 0: no more than those."""
     max_decode_workers: Annotated[int, count(0, MAX_WORKERS)] = 0
     """The same of decode workers."""
+    prefill_hosts: Annotated[int, count(1, MAX_TP)] = 1
+    """With --ray: nodes that share the ranks of each prefill worker evenly."""
+    decode_hosts: Annotated[int, count(1, MAX_TP)] = 1
+    """The same of each decode worker."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,6 +150,10 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
             self.require(f"decode_{name}", is_fixed or is_equal, rule)
         for name in ("max_prefill_workers", "max_decode_workers"):
             self.require(name, bool(self.ray) or not getattr(self, name), "--ray, which adds workers by load")
+        for role in ("prefill", "decode"):
+            name, tp, pp = (f"{role}_hosts", *(getattr(self, f"{role}_{ranks}") for ranks in ("tp", "pp")))
+            self.require(name, bool(self.ray) or getattr(self, name) == 1, "--ray, which has several hosts")
+            self.require(name, *divides_ranks(getattr(self, name), tp, pp, role))
         fits_all = len(self.model) == 1 or self.draft_model in ("auto", NO_DRAFT)
         self.require("draft_model", fits_all, "auto or none with several models")
 

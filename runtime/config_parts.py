@@ -20,6 +20,7 @@ from runtime.settings import (
     Settings,
     Share,
     count,
+    flag,
     is_port,
     needs,
 )
@@ -427,10 +428,7 @@ class WorkerConfig(EngineConfig, ProcessConfig):
         self.require("host_rank", self.host_rank <= most, f"{most} or less, as --num-hosts is {self.num_hosts}")
         if self.num_hosts < 2:
             return
-        here = self.ranks_here
-        has_parts = self.num_ranks == here * self.num_hosts and not (here % self.tp and self.tp % here)
-        ranks = f"--tp, which is {self.tp}" if self.pp == 1 else f"--tp x --pp, {self.tp} x {self.pp}, between stages"
-        self.require("num_hosts", has_parts, f"a number that divides {ranks}")
+        self.require("num_hosts", *divides_ranks(self.num_hosts, self.tp, self.pp))
         self.require("rendezvous", is_host_port(self.rendezvous), "the host:port at which host 0 waits for the others")
         if not self.fleet_secret:
             raise ConfigError(
@@ -453,6 +451,14 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     def reachable_host(self) -> str:
         """The host by which peers reach this worker, as it stands before :port."""
         return bracketed(self.advertise_host or self.host)
+
+
+def divides_ranks(num_hosts: int, tp: int, pp: int, role: str = "") -> tuple[bool, str]:
+    """Whether hosts can share a worker's ranks evenly, each whole stages or parts of one; and which numbers can."""
+    here, left = divmod(tp * pp, num_hosts)
+    tp_flag, pp_flag = (flag(f"{role}_{name}".strip("_")) for name in ("tp", "pp"))
+    ranks = f"{tp_flag}, which is {tp}" if pp == 1 else f"{tp_flag} x {pp_flag}, {tp} x {pp}, between stages"
+    return not left and not (here % tp and tp % here), f"a number that divides {ranks}"
 
 
 WorkerT = TypeVar("WorkerT", bound=WorkerConfig)

@@ -22,6 +22,7 @@ from decode_worker.speculation.drafters import (
 from decode_worker.speculation.lengths import Candidate, CostCurve, CostMeter, Costs, choose_lengths
 from decode_worker.speculation.repeats import LONGEST_MATCH, SHORTEST_MATCH, find_repeats
 from decode_worker.speculation.trees import MOST_BRANCHES, Branches, find_depth, grow, list_nodes, plant
+from engine.compose import find_why_chains
 from engine.engine import Engine
 from engine.trees import DraftTree
 from gateway.text.tokenizer import Tokenizer
@@ -52,6 +53,12 @@ def check_equal(found: Answers, plain: Answers) -> None:
         told, expected = found.logprobs[handle], plain.logprobs[handle]
         assert [one.top_ids for one in told] == [one.top_ids for one in expected]
         assert [one.logprob for one in told] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+
+
+def test_backends_and_stages_that_read_no_ancestors_have_chains(engine: Engine) -> None:
+    """Their tokens would be wrong, as in stages that nobody tells of a tree."""
+    reasons = [find_why_chains(engine.config, *place) for place in (("cpu_paged", 1), ("cpu_paged", 2), ("triton", 1))]
+    assert reasons == [None, "stages", "triton"]
 
 
 @pytest.mark.parametrize("right", [1.0, 0.6])

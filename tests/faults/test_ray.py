@@ -1,4 +1,4 @@
-"""`baton serve --ray` on a real Ray cluster of three nodes: one node and single workers are killed under load."""
+"""`baton serve --ray` on a real Ray cluster: nodes and single processes are killed under load."""
 
 import os
 import random
@@ -17,7 +17,10 @@ import httpx
 import pytest
 from ray.cluster_utils import Cluster
 
+from demo.paths import TARGET_DIR
 from tests.support.asking import Asking, draw_salt
+from tests.support.fault_answers import Truth
+from tests.support.oracle import Oracle
 
 START_S, BACK_S, STOP_S = 300.0, 180.0, 60.0
 NUM_CLIENTS, NUM_TOKENS = 8, 120
@@ -25,11 +28,11 @@ MEMORY = 80 << 20  # of each node's store of objects, which Baton does not use
 
 
 @contextmanager
-def cluster() -> Iterator[Any]:
-    """A head without cores for workers, and two nodes that each have room for all four."""
+def cluster(*cores: int) -> Iterator[Any]:
+    """A head without cores for workers, and nodes with so many."""
     opened = Cluster()
     try:
-        for num_cpus in (0, 4, 4):
+        for num_cpus in (0, *cores):
             opened.add_node(num_cpus=num_cpus, object_store_memory=MEMORY, include_dashboard=False)
         yield opened
     finally:
@@ -43,13 +46,14 @@ def free_ports(count: int) -> list[int]:
 
 
 class Service:
-    """A running `baton serve --ray`."""
+    """A running `baton serve --ray`, with as many prefill as decode workers."""
 
-    def __init__(self, address: str, folder: Path) -> None:
+    def __init__(self, address: str, folder: Path, num_each: int, *more: str) -> None:
         self.port, self.grpc_port = free_ports(2)
+        self._roles = ["decode"] * num_each + ["prefill"] * num_each
         self._log = (folder / "log").open("wb")
-        flags = ["--prefill-workers=2", "--decode-workers=2", "--local-prefill-max-tokens=0", "--device=cpu"]
-        flags += [f"--port={self.port}", f"--grpc-port={self.grpc_port}", "--model=demo"]
+        flags = [f"--prefill-workers={num_each}", f"--decode-workers={num_each}", "--local-prefill-max-tokens=0", *more]
+        flags += [f"--port={self.port}", f"--grpc-port={self.grpc_port}", "--model=demo", "--device=cpu"]
         command = [sys.executable, "-m", "baton", "serve", f"--ray={address}", "--lease-s=10", *flags]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
@@ -62,12 +66,12 @@ class Service:
         return [one for one in status.json()["workers"] if one["alive"]]
 
     def until_whole(self, timeout_s: float, without: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
-        """Two workers of each role, none of these incarnations."""
+        """All workers, none of these incarnations."""
         until = time.monotonic() + timeout_s
         while True:
             alive = self.read_workers()
             found = sorted(one["role"] for one in alive)
-            if found == ["decode"] * 2 + ["prefill"] * 2 and without.isdisjoint(one["incarnation"] for one in alive):
+            if found == self._roles and without.isdisjoint(one["incarnation"] for one in alive):
                 return alive
             assert time.monotonic() < until, f"alive: {found}; the log: {self.read_log()}"
             time.sleep(0.2)
@@ -80,8 +84,8 @@ class Service:
 
 
 @contextmanager
-def serving(address: str, folder: Path) -> Iterator[Service]:
-    service = Service(address, folder)
+def serving(address: str, folder: Path, num_each: int, *flags: str) -> Iterator[Service]:
+    service = Service(address, folder, num_each, *flags)
     try:
         service.until_whole(START_S)
         yield service
@@ -117,7 +121,7 @@ def test_a_node_and_workers_are_killed_under_load_and_all_answers_are_right(
 ) -> None:
     monkeypatch.setenv("RAY_worker_niceness", "0")
     dice, wrong, is_over, num_right = random.Random(1), list[str](), threading.Event(), list[int]()
-    with cluster() as nodes, serving(nodes.address, tmp_path) as service:
+    with cluster(4, 4) as nodes, serving(nodes.address, tmp_path, 2) as service:
         prompts = [[dice.randrange(6, 300) for _ in range(dice.choice((20, 200, 900)))] for _ in range(NUM_CLIENTS)]
         right = [tuple(service.ask(prompt).finish().tokens) for prompt in prompts]
         assert {len(tokens) for tokens in right} == {NUM_TOKENS}
@@ -148,10 +152,58 @@ def test_a_node_and_workers_are_killed_under_load_and_all_answers_are_right(
             client.join(BACK_S)
             assert not client.is_alive()
         assert not wrong and len(num_right) >= NUM_CLIENTS, wrong[:3]
-        ours = find_baton({int(pid) for pid in subprocess.check_output(["pgrep", "-f", "ray::Holder"]).split()})
+        ours = find_ours()
         assert len(ours) >= 5
+    until_ended(ours)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_worker_over_two_nodes_is_placed_again_and_all_answers_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    dice, truth = random.Random(2), Truth(Oracle(TARGET_DIR))
+    flags = ("--decode-tp=2", "--decode-hosts=2", "--dtype=float32", "--patience-s=180")
+    with cluster(2, 2, 2) as nodes, serving(nodes.address, tmp_path, 1, *flags) as service:
+        for is_node in (False, True):
+            before = {one["incarnation"] for one in service.read_workers() if one["role"] == "decode"}
+            streams = [service.ask([dice.randrange(6, 300) for _ in range(200)]) for _ in range(NUM_CLIENTS)]
+            for stream in streams:
+                stream.wait_for_tokens(5)
+            if is_node:  # not the gateway's, which is the command's own, too
+                gateway, hosts = find_pid(f":{service.port}"), find_hosts(0) | find_hosts(1)
+                below = [(node, find_baton(set(find_pids_of(node)))) for node in nodes.list_all_nodes()]
+                nodes.remove_node(next(one for one, pids in below if gateway not in pids and hosts & pids), False)
+            else:
+                (guest,) = find_hosts(1)
+                os.kill(guest, signal.SIGKILL)
+            for stream in streams:
+                truth.check(stream)
+            service.until_whole(BACK_S, frozenset(before))
+        ours = find_ours()
+    until_ended(ours)
+
+
+def find_pids_of(node: Any) -> list[int]:
+    """Of a node's own processes."""
+    return [one.process.pid for group in node.all_processes.values() for one in group]
+
+
+def find_hosts(number: int) -> set[int]:
+    """Processes of workers over several hosts, of the host of this number."""
+    own = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in find_ours()}
+    return {pid for pid, variables in own.items() if b"BATON_HOST_RANK=%d" % number in variables}
+
+
+def find_ours() -> set[int]:
+    """Processes that actors have started."""
+    return find_baton({int(pid) for pid in subprocess.check_output(["pgrep", "-f", "ray::Holder"]).split()})
+
+
+def until_ended(pids: set[int]) -> None:
     until = time.monotonic() + STOP_S
-    while left := {pid for pid in ours if is_alive(pid)}:
+    while left := {pid for pid in pids if is_alive(pid)}:
         assert time.monotonic() < until, f"left: {left}"
         time.sleep(0.1)
 

@@ -34,6 +34,7 @@ IN_OTHER_PLACES = {
     "--port, --grpc-port": f"`{ServeConfig.port}`, the next",
     "--tp, --prefill-tp, --decode-tp, serve": f"`{DecodeConfig.tp}`",
     "--pp, --prefill-pp, --decode-pp, serve": f"`{DecodeConfig.pp}`",
+    "--num-hosts, --prefill-hosts, --decode-hosts, serve --ray": f"`{DecodeConfig.num_hosts}`",
 }
 
 
@@ -101,6 +102,7 @@ NO_NAMES = ("", "//x", "a b", "a..b", "10.0.0.1", "[::1]", "a" * 64)
         (GatewayConfig, "prefill", ("a:0",), "--prefill needs host:port"),
         (DecodeConfig, "host_rank", 1, "--host-rank needs 0 or less, as --num-hosts is 1"),
         (DecodeConfig, "num_hosts", 2, "--num-hosts needs a number that divides --tp, which is 1"),
+        (ServeConfig, "decode_hosts", 2, "--decode-hosts needs --ray"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_would_do(
@@ -112,6 +114,17 @@ def test_a_bad_value_is_refused_with_what_would_do(
     with pytest.raises(ConfigError) as refusal:
         config_type(**{**needed, field: value})
     assert wanted in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "hosts", "wanted"),
+    [(2, 1, 3, "divides --decode-tp, which is 2"), (2, 3, 4, "--decode-tp x --decode-pp, 2 x 3, between stages")],
+)
+def test_nodes_share_ranks_evenly(tp: int, pp: int, hosts: int, wanted: str) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(ConfigError, match=wanted):
+        ServeConfig(ray="auto", decode_tp=tp, decode_pp=pp, decode_hosts=hosts)
+    assert ServeConfig(ray="auto", decode_tp=tp, decode_pp=pp, decode_hosts=tp * pp).decode_hosts == tp * pp
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e10])
@@ -254,6 +267,7 @@ class TestDocument:
         assert ServeConfig.decode_workers == 1 and "`--decode-workers` (`1`)" in DOCUMENT
         assert ServeConfig.prefill_tp == ServeConfig.decode_tp == PrefillConfig.tp == DecodeConfig.tp
         assert ServeConfig.prefill_pp == ServeConfig.decode_pp == PrefillConfig.pp == DecodeConfig.pp
+        assert ServeConfig.prefill_hosts == ServeConfig.decode_hosts == DecodeConfig.num_hosts
         assert f"`--start-timeout-s` (`{ServeConfig.start_timeout_s:g}`)" in DOCUMENT
         assert f"(of free memory, `{PrefillConfig.kv_memory_share:g}`;" in DOCUMENT
 
