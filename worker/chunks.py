@@ -1,8 +1,8 @@
 """How many prompt tokens the next step computes, and how long it will take, learnt from measured steps. Pure.
 
 A step with answers takes `quiet + fixed + token * n`: the time of its answers alone, what any chunk adds (on a GPU the
-step leaves its CUDA graph), and a time per prompt token. No step is meant to take longer than `CHUNK_S`, on any
-machine: the first chunk is the smallest, and each may be twice as large as any before it.
+step leaves its CUDA graph), and a time per prompt token. No step is meant to take longer than `CHUNK_S`, of texts
+`TEXTS_S`, on any machine: the first chunk is the smallest, and each may be twice as large as any before it.
 """
 
 from math import ceil, inf
@@ -11,6 +11,7 @@ from typing import Any
 from worker.plan import FEWEST, ChunkSizes, TokenBudget
 
 CHUNK_S = 2.0  # of a step without answers, and of a step's prompts beside them; shorter than any sensible --stall-s
+TEXTS_S = 8.0  # of a model without answers: no stream waits, and large products take less time per token
 STRETCH = 1.7  # times the duration of a step with answers alone
 # On a GPU. Its products are limited by memory below about 300 tokens (H100: 1e15 FLOP/s / 3.3e12 B/s, a weight of 2
 # bytes and 2 FLOP a token), so 256 cost little more than 16, and a first chunk takes milliseconds.
@@ -25,15 +26,16 @@ KEPT = 0.8  # weight of the old average when a step is added
 class ChunkSizer(ChunkSizes):
     """Learns from each step of a worker. Sizes are in prompt tokens. itl_goal.py has one that keeps a goal."""
 
-    def __init__(self, most: int, fewest: int = FEWEST) -> None:
+    def __init__(self, most: int, fewest: int = FEWEST, chunk_s: float = CHUNK_S) -> None:
         super().__init__(most, fewest)
+        self._chunk_s = chunk_s
         self._ceiling = fewest  # of chunks: what may be tried next
         self._growth = GROWTH
         self._last = (0, 0.0)  # tokens of the last chunk beside answers, seconds that it added
 
     @property
     def alone(self) -> int:
-        return self._fit(CHUNK_S)
+        return self._fit(self._chunk_s)
 
     @property
     def beside(self) -> int:
@@ -47,7 +49,7 @@ class ChunkSizer(ChunkSizes):
     @property
     def _wanted_s(self) -> float:
         """Seconds that a chunk may add to a step with answers: more than a chunk's fixed cost, to be worthwhile."""
-        return min(max((STRETCH - 1) * self.quiet_s, STRETCH * self.fixed_s), CHUNK_S)
+        return min(max((STRETCH - 1) * self.quiet_s, STRETCH * self.fixed_s), self._chunk_s)
 
     def _fit(self, seconds: float) -> int:
         fitting = int(seconds / self.token_s) if self.token_s else self._fewest
@@ -89,18 +91,18 @@ class ChunkSizer(ChunkSizes):
 
     def _learn_token(self, is_beside: bool, num_tokens: int, prompt_s: float) -> None:
         """Chunks beside answers are fine-tuned; without answers the last whole chunk counts."""
-        size, wanted_s = (self._full_beside, self._wanted_s) if is_beside else (self.alone, CHUNK_S)
+        size, wanted_s = (self._full_beside, self._wanted_s) if is_beside else (self.alone, self._chunk_s)
         if num_tokens < size and prompt_s <= wanted_s:
             return  # a short prompt's tokens cost more
         found = (prompt_s - self.fixed_s if is_beside else prompt_s) / num_tokens
         if is_beside:
             before = self.token_s or (STRETCH - 1) * self.quiet_s / self._fewest
-            most = before * MOST_SHRINKING if prompt_s <= CHUNK_S else inf
+            most = before * MOST_SHRINKING if prompt_s <= self._chunk_s else inf
             found = min(max(found, before / MOST_GROWTH), most)
         self.token_s = found
 
     def _move_ceiling(self, num_tokens: int, prompt_s: float) -> None:
-        if prompt_s > FAR_TOO_LONG * CHUNK_S and num_tokens > self._fewest:
+        if prompt_s > FAR_TOO_LONG * self._chunk_s and num_tokens > self._fewest:
             self._ceiling, self._growth = max(num_tokens // 2, self._fewest), LATER_GROWTH
         else:
             self._ceiling = max(self._ceiling, ceil(num_tokens * self._growth))

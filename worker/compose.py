@@ -10,7 +10,7 @@ from engine.engine import Engine, Place
 from runtime.config import DecodeConfig, PrefillConfig
 from worker.adapters.loader import AdapterLoader
 from worker.adapters.slots import AdapterSlots
-from worker.chunks import build_budget
+from worker.chunks import TEXTS_S, ChunkSizer, build_budget
 from worker.features import Features
 from worker.images.encoder import ImageEncoder
 from worker.images.spans import fit_chunk
@@ -93,7 +93,8 @@ def compose_budget(engine: FullEngine, prompt_tokens: int, setting: str, itl_goa
     if engine.pooled is not None and engine.pooled.is_whole:
         others = {"fit": lambda params, begin, count: params.num_prompt - begin}  # a text is one step's
     num_stages = engine.pool.num_stages
-    others |= {"build_sizer": choose_sizer(itl_goal_s), "num_stages": num_stages}
+    sizer = choose_sizer(itl_goal_s) if engine.pooled is None else partial(ChunkSizer, chunk_s=TEXTS_S)
+    others |= {"build_sizer": sizer, "num_stages": num_stages}
     most = max(prompt_tokens // num_stages, engine.pool.shape.page_tokens)  # so that a prompt's chunks fill all stages
     return build_budget(most, setting, engine.device.type, **others)
 

@@ -54,8 +54,10 @@ def test_vectors(tmp_path: Path, kind: str, model: str, pool: str) -> None:
 def test_a_causal_text_in_chunks(tmp_path: Path) -> None:
     write_pooled(tmp_path, "qwen3", "Qwen3Model", "lasttoken", normalizes=True)
     engine = open_engine(tmp_path)
-    for whole, cut in zip(embed(engine, TEXTS), embed(engine, TEXTS, chunk=16), strict=True):
-        assert cosine(whole, cut) > SAME
+    together = embed(engine, TEXTS)
+    for chunk in (1, 5, 16, 41, 64):
+        for whole, cut in zip(together, embed(engine, TEXTS, chunk), strict=True):
+            assert cosine(whole, cut) > SAME, chunk
 
 
 def test_a_thread_for_each_part(tmp_path: Path) -> None:

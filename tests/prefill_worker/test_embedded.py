@@ -17,6 +17,7 @@ from runtime.rpc import bind, build_server, open_channel
 from runtime.trust import load_trust
 from tests.support.pooled import cosine, embed, open_engine, write_pooled
 from tests.support.real_workers import packed
+from worker.compose import compose_budget
 from worker.process import build_worker
 
 DICE = np.random.default_rng(1)
@@ -73,6 +74,17 @@ async def test_texts_together(tmp_path: Path, kind: str, model: str, pool: str) 
         await asyncio.sleep(0)
         call.cancel()
         assert cosine(await ask(stub, TEXTS[0]), expected[0]) > 0.999999
+
+
+@pytest.mark.parametrize(("architecture", "tokens"), [("Qwen3Model", 512), ("Qwen3ForCausalLM", 200)])
+def test_steps_may_be_longer_where_no_answer_waits(tmp_path: Path, architecture: str, tokens: int) -> None:
+    """A step of a model with answers takes two seconds at most, whose tokens take 10 ms each here."""
+    write_pooled(tmp_path, "qwen3", architecture)
+    budget = compose_budget(open_engine(tmp_path), 512, "--chunk-tokens")
+    sizer = budget.build_sizer(budget.prompt_tokens, budget.fewest_prompt_tokens)
+    for _ in range(8):
+        sizer.note_step(0, sizer.alone, 0.01 * sizer.alone)
+    assert sizer.alone == tokens
 
 
 async def test_refusals(tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_sizes_that_took_far_too_long_are_rarely_tried_again() -> None:
     assert 0 < sum(size >= 128 for size in sizes) <= len(sizes) / 10
 
 
+def test_other_steps_may_be_longer() -> None:
+    """Those of models without answers."""
+    longer = ChunkSizer(512, chunk_s=4 * CHUNK_S)
+    assert compute(longer, 2000, lambda size: size * 0.01) == [16, 32, 64, 128, 256, 512, 512, 480]
+    longer.note_step(0, 512, 12 * CHUNK_S)
+    assert longer.alone == pytest.approx(512 / 3, abs=1)
+
+
 def test_a_pause_costs_a_few_small_chunks() -> None:
     sizer = ChunkSizer(512)
     compute(sizer, 2000, lambda size: size * 0.001)
