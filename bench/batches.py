@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from itertools import count, pairwise
+from itertools import count, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,8 @@ async def measure(url: str, num_rounds: int, beside: Beside) -> None:
 
 
 def pin(pids: Sequence[int]) -> None:
-    """Each process, with its threads, to a core of its own."""
-    for core, pid in zip(sorted(os.sched_getaffinity(0)), pids, strict=False):
+    """Each process, with its threads, to one core, in turn: with more processes than cores none stays free."""
+    for core, pid in zip(cycle(sorted(os.sched_getaffinity(0))), pids, strict=False):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {core})
 
