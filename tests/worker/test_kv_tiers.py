@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 
 from protos import kv_pb2
 from tests.support.sequence_params import build_scheduler
+from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError
 from worker.thread import EngineThread
+from worker.tiers import reading
 from worker.tiers.files import KVTiers
 from worker.tiers.plans import RestorePlan, begin_restore, end_restore, plan_restore
-from worker.tiers.reading import prefers_reading
+from worker.tiers.reading import Fresh, Reading, prefers_reading
 
 WAIT_S = 10.0
 KEYS = [bytes([number]) * 16 for number in range(8)]
@@ -71,6 +74,60 @@ def test_what_takes_less_time_is_done() -> None:
     assert prefers_reading(1000, 0, 501.0, 500.0) and not prefers_reading(1000, 0, 499.0, 500.0)
     assert prefers_reading(1000, 1000, 251.0, 500.0)  # it would wait for the tokens of others
     assert prefers_reading(10, 0, 1000.0, 1e6)  # short
+
+
+class Readings:
+    """A reading of a worker that computes 1,000 tokens a second, in a time that only its reads take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._keys = 100.0, count()
+        scheduler = build_scheduler(200, 16)
+        thread, metrics = EngineThread(lambda: False), WorkerMetrics(scheduler)
+        metrics.prompt_speed.count(1000, 1.0)
+        self._reading = Reading("files", scheduler, thread, metrics, Fresh(scheduler.kv.cache.generations))
+        monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def read(self, num_tokens: int, seconds: float) -> None:
+        async def read(restore: Restore) -> tuple[list[bool], int]:
+            self.now += seconds
+            return [True] * len(restore.pages), 0
+
+        keys = [next(self._keys).to_bytes(16) for _ in range(num_tokens // 16)]
+        asyncio.run(self._reading.fill(RestorePlan(keys, ()), read))
+
+    def is_preferred(self) -> bool:
+        """Over computing 1,600 tokens, in 1.6 s."""
+        return self._reading.is_preferred(1600)
+
+
+def test_a_small_read_says_little_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = Readings(monkeypatch)
+    for _ in range(20):
+        readings.read(48, 0.052)
+    assert readings.is_preferred()
+
+
+def test_a_slow_read_is_believed_for_ten_times_as_long_as_it_took_but_a_minute_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = Readings(monkeypatch)
+    for seconds, believed_s in ((0.4, 4.0), (4.0, 40.0), (40.0, 60.0)):
+        readings.read(64, seconds)
+        readings.now += 0.9 * believed_s
+        assert not readings.is_preferred()
+        readings.now += 0.2 * believed_s
+        assert readings.is_preferred()
+    readings.read(1600, 0.3)
+    assert readings.is_preferred(), "what was slow before is forgotten"
+
+
+def test_one_slow_read_among_many_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = Readings(monkeypatch)
+    for _ in range(10):
+        readings.read(1600, 0.1)
+    readings.now += 300
+    readings.read(64, 1.0)
+    assert readings.is_preferred()
 
 
 class Files:

@@ -18,7 +18,8 @@ from worker.scheduler import Scheduler
 from worker.thread import EngineThread
 from worker.tiers.plans import RestorePlan, begin_restore, end_restore
 
-RECHECK_S = 60.0  # a speed measured longer ago is not known any more
+RECHECK_S = 60.0  # nothing bad is believed for longer: neither that a place is slow nor that a lender failed
+BELIEVED = 10.0  # a low speed is believed for so many times as long as its last read took: trying again costs a tenth
 SHORT_S = 0.05  # a read of so long is preferred anyway: what it saves is there for others
 log = structlog.get_logger()
 
@@ -60,14 +61,18 @@ class Reading:
         self._computing = metrics.prompt_speed
         self._counter = metrics.tokens_read.labels(place)
         self._fresh = fresh
-        self._speed = PromptSpeed()
-        self._read_at = 0.0  # time.monotonic() when `_speed` was measured
+        self._speed = PromptSpeed()  # after SHORT_S of each read: a small one is mostly waiting, large ones are not
+        self._believed_until = 0.0  # time.monotonic() from which on a low speed is forgotten
 
     def is_preferred(self, num_tokens: int) -> bool:
         """Whether to read the KV of so many tokens now, by what was measured."""
-        is_known = time.monotonic() - self._read_at < RECHECK_S
-        read_per_s = self._speed.tokens_per_s if is_known else 0.0
-        return prefers_reading(num_tokens, self._scheduler.num_tokens_waiting, read_per_s, self._computing.tokens_per_s)
+        num_waiting, computed_per_s = self._scheduler.num_tokens_waiting, self._computing.tokens_per_s
+        if prefers_reading(num_tokens, num_waiting, self._speed.tokens_per_s, computed_per_s):
+            return True
+        if time.monotonic() < self._believed_until:
+            return False
+        self._speed = PromptSpeed()
+        return True
 
     async def fill(self, plan: RestorePlan, read: Callable[[Restore], Awaitable[tuple[Seq[bool], int]]]) -> None:
         """Make the plan's pages and slot cached ones. Raises NoRoomError, and what `read` raises: none is then.
@@ -86,8 +91,10 @@ class Reading:
                 self._fresh.add(restore.pages[: len(drafts)], self._place)
                 self._thread.wake()
         if drafts:
-            num_tokens, self._read_at = len(drafts) * self._scheduler.kv.page_tokens, time.monotonic()
-            self._speed.count(num_tokens, self._read_at - started)
+            num_tokens, ended = len(drafts) * self._scheduler.kv.page_tokens, time.monotonic()
+            seconds = ended - started
+            self._speed.count(num_tokens, max(seconds - SHORT_S, 0.0))
+            self._believed_until = ended + min(BELIEVED * seconds, RECHECK_S)
             self.num_tokens += num_tokens
             self._counter.inc(num_tokens)
-            log.info("KV was read", source=self._place, tokens=num_tokens, seconds=round(self._read_at - started, 3))
+            log.info("KV was read", source=self._place, tokens=num_tokens, seconds=round(seconds, 3))
