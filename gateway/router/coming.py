@@ -8,9 +8,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.router.placement import LEAST_LENT
 from wire.page_keys import PageKey
 
+LEAST_SHARED = 512  # tokens: for a shorter part no request waits
 MARK_TOKENS = 64  # a quarter of the keys in pages of 16: the work a request, and the error of a shared part's length
 
 
@@ -46,10 +46,10 @@ class Overlap:
 
     def _is_worth(self, one: Coming) -> bool:
         num_shared = self.num_tokens - one.num_there
-        return num_shared >= LEAST_LENT and num_shared * 2 >= one.num_computed
+        return num_shared >= LEAST_SHARED and num_shared * 2 >= one.num_computed
 
     def _is_ahead(self, one: Coming, num_there: int) -> bool:
-        return num_there >= self.num_tokens and one.num_tokens - num_there >= LEAST_LENT
+        return num_there >= self.num_tokens and one.num_tokens - num_there >= LEAST_SHARED
 
     def find_equal(self, num_tokens: int) -> list[Coming]:
         """The coming prompts that have the same whole pages, which are `num_tokens` tokens."""

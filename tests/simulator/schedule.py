@@ -392,5 +392,5 @@ def check_empty(worker: SimPrefill | SimDecode) -> None:
 
 def run_schedule(seed: int) -> Outcome:
     """Prompts are short here, so a short part that two share is long enough to wait for."""
-    with patch.object(coming, "MARK_TOKENS", PAGE_TOKENS), patch.object(coming, "LEAST_LENT", 2 * PAGE_TOKENS):
+    with patch.object(coming, "MARK_TOKENS", PAGE_TOKENS), patch.object(coming, "LEAST_SHARED", 2 * PAGE_TOKENS):
         return run_world(seed, Schedule)

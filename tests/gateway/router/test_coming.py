@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from gateway.router.coming import MARK_TOKENS, ComingIndex
-from gateway.router.placement import LEAST_LENT, Placement
+from gateway.router.coming import LEAST_SHARED, MARK_TOKENS, ComingIndex
+from gateway.router.placement import Placement
 from gateway.router.placer import Held, Placer
 from gateway.router.request import Request
 from tests.gateway.router.test_placer import nothing_is_known, placed, request
@@ -39,7 +39,7 @@ def test_the_shared_part_of_chains_is_found_to_a_mark() -> None:
 
 
 def test_a_request_is_held_while_a_long_part_of_its_prompt_is_computed_wherever_it_would_go() -> None:
-    placer, shared = Placer(), ("s", LEAST_LENT + PAGE)
+    placer, shared = Placer(), ("s", LEAST_SHARED + PAGE)
     first = prompt(shared, ("a", 400))
     choice = placer.choose(ALL, first)
     assert isinstance(choice, Placement) and choice.decode == DECODE
@@ -50,7 +50,7 @@ def test_a_request_is_held_while_a_long_part_of_its_prompt_is_computed_wherever_
     busy = [PREFILL, PREFILL_2, replace(DECODE, num_mine=3), DECODE_2]
     assert isinstance(placer.choose(busy, second), Held), "the other workers would compute it again"
     assert placed(placer, [PREFILL, DECODE_2], second) == ("D2", "P1"), "the first one's worker is of no use to it"
-    short = prompt(("s", LEAST_LENT - PAGE), ("b", 900))
+    short = prompt(("s", LEAST_SHARED - PAGE), ("b", 900))
     assert isinstance(placer.choose(ALL, short), Placement)
     placer.end(coming)
     assert isinstance(placer.choose(ALL, second), Placement), "it is there, or will never be"
