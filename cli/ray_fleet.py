@@ -203,7 +203,7 @@ class RayFleet:
         if not others:
             return [self._lead(plan, leader)]
         hosts = {"BATON_NUM_HOSTS": f"{len(holders)}", "BATON_RENDEZVOUS": await leader.find_rendezvous.remote()}
-        own = [plan.environment | hosts | {"BATON_HOST_RANK": f"{host}"} for host in range(len(holders))]
+        own = [{**plan.environment, **hosts, "BATON_HOST_RANK": f"{host}"} for host in range(len(holders))]
         first, *rest = [replace(plan, environment=environment) for environment in own]
         return [
             self._lead(first, leader),

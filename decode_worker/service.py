@@ -66,7 +66,8 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)
         source = request.source if request.HasField("source") else None
-        if params.num_prompt_logprobs is None and not await self.tiers.restore(keys, find_wait(context), source):
+        is_scored, wait_s = params.num_prompt_logprobs is not None, find_wait(context)
+        if not is_scored and not await self.tiers.restore(params, keys, wait_s, source):
             detail = "KV of the prompt is still being read"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.RESTORING),))
         encoded = await self.encode_images(params, request.images, keys, find_wait(context), context)

@@ -64,7 +64,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         try:
             wait, wait_s, ticket = self.hand_overs.wait, self._heartbeat_s, request.ticket
             if num_logprobs is None:
-                await wait(ticket, lambda: self.tiers.restore(keys, wait_s, source))
+                await wait(ticket, lambda: self.tiers.restore(params, keys, wait_s, source))
             encoded = await wait(ticket, lambda: self.encode_images(params, request.images, keys, wait_s, context))
         except OfferFailedError as failure:
             await context.abort(failure.code, str(failure))

@@ -32,23 +32,15 @@ class AdmittingTable(SequenceTable):
         """
         if params.handle and (params.gateway, params.handle) in self._by_handle:
             return self._sequences[self._by_handle[params.gateway, params.handle]]
-        if keys is None:
-            keys = self.kv.keys_of(params)
+        keys = self.kv.keys_of(params) if keys is None else keys
         is_scored = params.num_prompt_logprobs is not None  # scores need the computation
         hit = self.kv.find([] if is_scored else keys)
         is_here = self._computes_here(params, hit.num_usable * self.kv.page_tokens)
         sequence = Sequence(
-            id=self._next_id,
-            params=params,
-            phase=Phase.ACTIVE if is_here else Phase.RECEIVING,
-            tokens=array("i", params.prompt),
-            keys=keys,
-            pages=[],
-            admitted_at=now,
-            deadline=now + self.lease_s,
-            scored=1 if is_here and is_scored else params.num_prompt,
-            is_kept=is_kept,
-        )
+            id=self._next_id, params=params, phase=Phase.ACTIVE if is_here else Phase.RECEIVING,
+            tokens=array("i", params.prompt), keys=keys, pages=[], admitted_at=now, deadline=now + self.lease_s,
+            scored=1 if is_here and is_scored else params.num_prompt, is_kept=is_kept,
+        )  # fmt: skip
         found = self.kv.choose_pages(hit, sequence)
         self._check_room(params, found, self.kv.num_needed(sequence) - len(found))
         self.kv.open(sequence, hit, found)
@@ -62,6 +54,13 @@ class AdmittingTable(SequenceTable):
         if params.handle:
             self._by_handle[params.gateway, params.handle] = sequence.id
         return sequence
+
+    def check_room(self, params: SequenceParams, keys: list[PageKey]) -> None:
+        """Raises like `admit` if a prompt cannot be taken now, even if its first pages come from elsewhere before."""
+        if not params.handle or (params.gateway, params.handle) not in self._by_handle:
+            found = self.kv.cache.find(keys)
+            needed = self.kv.num_pages(params.num_prompt if params.max_tokens else params.end)
+            self._check_room(params, found, needed - len(found))
 
     def _check_room(self, params: SequenceParams, found: Seq[int], needed: int) -> None:
         """Raises like `admit` if a params that needs this many new pages cannot be taken now."""

@@ -4,7 +4,6 @@ compose.py names those that a worker has. They live on the asyncio thread.
 """
 
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ import grpc
 from protos import kv_pb2, worker_pb2
 from wire.page_keys import PageKey
 from wire.timing import NOTHING_READ, ReadTokens
+from worker.params import SequenceParams
 from worker.sequences import Sequence
 
 
@@ -24,8 +24,10 @@ class LoanRefusedError(Exception):
 class KVSource:
     """Where KV comes from that a worker lacks, before a prompt is admitted, and goes to. Here it is all computed."""
 
-    async def restore(self, keys: Seq[PageKey], wait_s: float, source: kv_pb2.PageSource | None = None) -> bool:
-        """Read what the pools lack of these pages, if that is faster than to compute it. `source`: may have some.
+    async def restore(
+        self, params: SequenceParams, keys: list[PageKey], wait_s: float, source: kv_pb2.PageSource | None = None
+    ) -> bool:
+        """Read what the pools lack of a prompt's pages, if that is faster than to compute it. `source`: may have some.
 
         False: it takes longer than `wait_s`, and goes on; ask again. NoRoomError: the prompt has none now.
         """

@@ -10,8 +10,10 @@ import pytest
 
 from protos import kv_pb2
 from tests.support.sequence_params import build_scheduler
+from wire.page_keys import TOKEN_BYTES
 from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
+from worker.params import SequenceParams
 from worker.prefix_cache import NoRoomError
 from worker.thread import EngineThread
 from worker.tiers import reading
@@ -20,6 +22,7 @@ from worker.tiers.plans import RestorePlan, begin_restore, end_restore, plan_res
 from worker.tiers.reading import Fresh, Reading, prefers_reading
 
 WAIT_S = 10.0
+PAGE_TOKENS = 4
 KEYS = [bytes([number]) * 16 for number in range(8)]
 
 
@@ -172,6 +175,12 @@ def name(text: str) -> list[bytes]:
     return [text[: end + 1].encode().rjust(16) for end in range(len(text))]
 
 
+def want(text: str) -> SequenceParams:
+    """A prompt of so many whole pages and a token."""
+    num_prompt = len(text) * PAGE_TOKENS + 1
+    return SequenceParams(text, bytes(num_prompt * TOKEN_BYTES), num_prompt - 1, 1)
+
+
 async def restore_all(prompts: Sequence[str], files: Files, *, is_borrowed: bool = False) -> list[int]:
     """The others are asked for while the first one is read. Returns how many pages of each are cached then."""
     scheduler = build_scheduler(40, 4)
@@ -183,7 +192,7 @@ async def restore_all(prompts: Sequence[str], files: Files, *, is_borrowed: bool
     asked = []
     for text in prompts:
         source = kv_pb2.PageSource(address=text) if is_borrowed else None
-        asked.append(asyncio.create_task(tiers.restore(name(text), WAIT_S, source)))
+        asked.append(asyncio.create_task(tiers.restore(want(text), name(text), WAIT_S, source)))
         await files.has_begun.wait()
     files.may_read.set()
     assert all(await asyncio.gather(*asked))
@@ -221,11 +230,37 @@ def test_a_prompt_without_room_is_refused_and_not_computed_when_some_comes() -> 
         tiers = KVTiers(worker, peers, EngineThread(lambda: False), WorkerMetrics(scheduler))
         held = scheduler.kv.cache.allocate(5)
         with pytest.raises(NoRoomError):
-            await tiers.restore(name(prompts[0]), WAIT_S)
+            await tiers.restore(want(prompts[0]), name(prompts[0]), WAIT_S)
         scheduler.kv.cache.release(held)
-        assert await tiers.restore(name(prompts[0]), WAIT_S)
+        assert await tiers.restore(want(prompts[0]), name(prompts[0]), WAIT_S)
         assert len(scheduler.kv.cache.find(name(prompts[0]))) == 4
-        assert await tiers.restore(name(prompts[1]), WAIT_S), "it never fits, which its admission says"
+        assert await tiers.restore(want(prompts[1]), name(prompts[1]), WAIT_S), (
+            "it never fits, which its admission says"
+        )
+        await tiers.close()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_nothing_is_read_for_a_prompt_that_would_be_refused() -> None:
+    """What it had evicted, others come back for; and it would be read again at each try."""
+
+    async def run() -> None:
+        files = Files(["abcd"])
+        files.may_read.set()
+        scheduler = build_scheduler(8, 4)
+        worker: Any = SimpleNamespace(
+            scheduler=scheduler, pools=[files], me=None, trust=SimpleNamespace(open_channel=None)
+        )
+        peers: Any = None
+        tiers = KVTiers(worker, peers, EngineThread(lambda: False), WorkerMetrics(scheduler))
+        held = scheduler.kv.cache.allocate(4)  # the four pages that could be read fit, the fifth does not
+        with pytest.raises(NoRoomError):
+            await tiers.restore(want("abcd"), name("abcd"), WAIT_S)
+        assert not files.read
+        scheduler.kv.cache.release(held[:1])
+        assert await tiers.restore(want("abcd"), name("abcd"), WAIT_S)
+        assert len(files.read) == 4
         await tiers.close()
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))

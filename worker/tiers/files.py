@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from threading import Lock
 from typing import get_args
@@ -22,9 +23,10 @@ from wire.timing import KVOrigin, ReadTokens
 from worker.features import KVSource
 from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
+from worker.params import SequenceParams
 from worker.peers.huge_pages import use_huge_pages
 from worker.peers.kv_peers import KVPeers
-from worker.prefix_cache import NoRoomError
+from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.role import Worker
 from worker.sequences import Sequence
 from worker.thread import EngineThread
@@ -123,11 +125,15 @@ class KVTiers(KVSource):
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    async def restore(self, keys: Seq[PageKey], wait_s: float, source: kv_pb2.PageSource | None = None) -> bool:
+    async def restore(
+        self, params: SequenceParams, keys: list[PageKey], wait_s: float, source: kv_pb2.PageSource | None = None
+    ) -> bool:
         if not keys or not (self._pools or source):
             return True
         task = self._restoring.get(keys[-1])
         if task is None or task.done():
+            with suppress(NeverFitsError), self._thread.lock:  # which its admission says
+                self._scheduler.check_room(params, keys)  # else what is read would evict what others come back for
             task = self._restoring[keys[-1]] = asyncio.create_task(self._restore(keys, source))
             self._keep(task)
         done, _ = await asyncio.wait([task], timeout=wait_s)
