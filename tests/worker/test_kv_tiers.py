@@ -15,6 +15,7 @@ from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
 from worker.params import SequenceParams
 from worker.prefix_cache import NoRoomError
+from worker.scheduler import Scheduler
 from worker.thread import EngineThread
 from worker.tiers import reading
 from worker.tiers.files import KVTiers
@@ -181,13 +182,17 @@ def want(text: str) -> SequenceParams:
     return SequenceParams(text, bytes(num_prompt * TOKEN_BYTES), num_prompt - 1, 1)
 
 
+def build_tiers(scheduler: Scheduler, pools: Sequence[Files]) -> KVTiers:
+    trust = SimpleNamespace(open_channel=None)
+    worker: Any = SimpleNamespace(scheduler=scheduler, pools=pools, me=None, trust=trust)
+    peers: Any = None
+    return KVTiers(worker, peers, EngineThread(lambda: False), WorkerMetrics(scheduler))
+
+
 async def restore_all(prompts: Sequence[str], files: Files, *, is_borrowed: bool = False) -> list[int]:
     """The others are asked for while the first one is read. Returns how many pages of each are cached then."""
-    scheduler = build_scheduler(40, 4)
-    trust = SimpleNamespace(open_channel=None)
-    worker: Any = SimpleNamespace(scheduler=scheduler, pools=[] if is_borrowed else [files], me=None, trust=trust)
-    peers: Any = None
-    tiers = KVTiers(worker, peers, EngineThread(lambda: False), WorkerMetrics(scheduler))
+    scheduler = build_scheduler(40, PAGE_TOKENS)
+    tiers = build_tiers(scheduler, [] if is_borrowed else [files])
     tiers.borrower.borrow = files.borrow  # type: ignore[method-assign]
     asked = []
     for text in prompts:
@@ -223,11 +228,8 @@ def test_a_prompt_without_room_is_refused_and_not_computed_when_some_comes() -> 
     async def run() -> None:
         files = Files(prompts := ["abcd", "x" * 9])
         files.may_read.set()
-        scheduler = build_scheduler(8, 4)
-        trust = SimpleNamespace(open_channel=None)
-        worker: Any = SimpleNamespace(scheduler=scheduler, pools=[files], me=None, trust=trust)
-        peers: Any = None
-        tiers = KVTiers(worker, peers, EngineThread(lambda: False), WorkerMetrics(scheduler))
+        scheduler = build_scheduler(8, PAGE_TOKENS)
+        tiers = build_tiers(scheduler, [files])
         held = scheduler.kv.cache.allocate(5)
         with pytest.raises(NoRoomError):
             await tiers.restore(want(prompts[0]), name(prompts[0]), WAIT_S)
@@ -248,12 +250,8 @@ def test_nothing_is_read_for_a_prompt_that_would_be_refused() -> None:
     async def run() -> None:
         files = Files(["abcd"])
         files.may_read.set()
-        scheduler = build_scheduler(8, 4)
-        worker: Any = SimpleNamespace(
-            scheduler=scheduler, pools=[files], me=None, trust=SimpleNamespace(open_channel=None)
-        )
-        peers: Any = None
-        tiers = KVTiers(worker, peers, EngineThread(lambda: False), WorkerMetrics(scheduler))
+        scheduler = build_scheduler(8, PAGE_TOKENS)
+        tiers = build_tiers(scheduler, [files])
         held = scheduler.kv.cache.allocate(4)  # the four pages that could be read fit, the fifth does not
         with pytest.raises(NoRoomError):
             await tiers.restore(want("abcd"), name("abcd"), WAIT_S)
