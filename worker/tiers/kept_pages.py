@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from wire.retention import ALL_TOKENS, Retention
 from worker.prefix_cache import EvictionOrder
 
-AWAIT_S = 5.0  # for so long others wait, at most, rather than evict what a session has just left
+AWAIT_S = 12.0  # for so long others wait, at most, rather than evict what a session has left: it may wait in the queue
 OWNER_SHARE = 0.5  # of a pool: no owner keeps others' pages from it
 
 
