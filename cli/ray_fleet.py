@@ -173,7 +173,8 @@ class RayFleet:
 
     def _place(self, plan: ProcessSpec) -> tuple[PlacementGroup | None, list[Any]]:
         """An actor on each of its hosts with what its ranks there need; they may be without a place for now."""
-        is_gateway, num_hosts, room = plan.role == "gateway", self._count_hosts(plan), None
+        is_gateway, room = plan.role == "gateway", None
+        num_hosts: int = 1 if is_gateway else getattr(self._config, f"{plan.role}_hosts")
         num_gpus = len(plan.gpus) // num_hosts if self._has_gpus and not is_gateway else 0
         num_cpus = 0 if is_gateway else plan.settings.threads or 1
         where: list[Any] = ["SPREAD"]
@@ -186,9 +187,6 @@ class RayFleet:
         return room, [
             actor.options(**needs, scheduling_strategy=one, max_restarts=0, max_concurrency=8).remote() for one in where
         ]
-
-    def _count_hosts(self, plan: ProcessSpec) -> int:
-        return 1 if plan.role == "gateway" else int(getattr(self._config, f"{plan.role}_hosts"))
 
     async def _until_placed(self, plan: ProcessSpec, holders: Sequence[Any]) -> None:
         placed = asyncio.gather(*(holder.__ray_ready__.remote() for holder in holders))

@@ -47,7 +47,7 @@ class RolesConfig(HeartbeatConfig, DecodeConfig):
     """One worker of both roles. Its --local-prefill-chunk-tokens is by default that of a prefill worker."""
 
     role: WorkerRoles = "both"
-    """What takes requests at first: prefill, decode or both. `baton role` and the gateway's --roles auto change it."""
+    """Roles that are open at first: prefill, decode or both. `baton role` and the gateway's --roles auto change it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,8 +132,8 @@ class EngineConfig(Settings):
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: Annotated[str, needs(bool, 'a folder, a hub id, "mtp", "auto" or "none"')] = "auto"
-    """What drafts: a small model, an EAGLE-3 head or Medusa heads by folder or hub id; "mtp", the model's MTP layer;
-    "none"; or auto: the demo's own beside the demo model."""
+    """Source of drafts: a small model, an EAGLE-3 head or Medusa heads by folder or hub id; "mtp", the model's MTP
+    layer; "none"; or auto: the demo's own beside the demo model."""
     device: Device = "auto"
     """Where to compute; auto is cuda when there is a GPU."""
     page_tokens: Annotated[Positive, needs(lambda size: size.bit_count() == 1, "a power of two such as 16")] = 16
@@ -219,7 +219,7 @@ class DecodingConfig(GoalConfig, EngineConfig):
     """How a decode worker drafts and compiles grammars."""
 
     speculate: Speculate = "auto"
-    """What drafts tokens ahead: draft (the draft model), ngram (no model), off, or auto for the best there is."""
+    """Drafter of tokens ahead: draft (the draft model), ngram (no model), off, or auto for the best there is."""
     max_draft_tokens: Annotated[int, count(1, MAX_DRAFT_TOKENS)] = 8
     """Most tokens drafted in one step of a sequence; fewer are when that is faster."""
     grammar_cpu_s: Annotated[int, count(1, MAX_GRAMMAR_CPU_S)] = 5

@@ -42,7 +42,7 @@ class AdmittingTable(SequenceTable):
             scored=1 if is_here and is_scored else params.num_prompt, is_kept=is_kept,
         )  # fmt: skip
         found = self.kv.choose_pages(hit, sequence)
-        self._check_room(params, found, self.kv.num_needed(sequence) - len(found))
+        self._check_room(params, found)
         self.kv.open(sequence, hit, found)
         sequence.adapter = self.adapters.acquire(params.adapter)
         sequence.num_cached = sequence.computed
@@ -57,13 +57,11 @@ class AdmittingTable(SequenceTable):
 
     def check_room(self, params: SequenceParams, keys: list[PageKey]) -> None:
         """Raises like `admit` if a prompt cannot be taken now, even if its first pages come from elsewhere before."""
-        if not params.handle or (params.gateway, params.handle) not in self._by_handle:
-            found = self.kv.cache.find(keys)
-            needed = self.kv.num_pages(params.num_prompt if params.max_tokens else params.end)
-            self._check_room(params, found, needed - len(found))
+        if (params.gateway, params.handle) not in self._by_handle:
+            self._check_room(params, self.kv.cache.find(keys))
 
-    def _check_room(self, params: SequenceParams, found: Seq[int], needed: int) -> None:
-        """Raises like `admit` if a params that needs this many new pages cannot be taken now."""
+    def _check_room(self, params: SequenceParams, found: Seq[int]) -> None:
+        """Raises like `admit` if a prompt cannot be taken now that has these pages."""
         self.adapters.check_room(params.adapter)
         most_tokens = max(params.end, params.num_prompt + params.max_tokens if params.max_tokens else 0)
         most, num_pages = self.kv.num_pages(most_tokens), self.kv.cache.num_pages
@@ -78,6 +76,7 @@ class AdmittingTable(SequenceTable):
         growing = self._count_answers()
         if params.max_tokens and not params.num_emitted and growing >= (most_answers := self.most_answers(growing + 1)):
             raise OverGoalError(f"{growing} answers run, and more than {most_answers} would break --itl-goal-ms")
+        needed = self.kv.num_needed(params, params.num_prompt) - len(found)
         self.check_spare(found, needed, self.kv.cache.order.count_awaited(found, needed, params.retention))
 
     def _count_answers(self) -> int:

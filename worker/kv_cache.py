@@ -74,9 +74,9 @@ class KVCacheManager:
         is_all = len(hit.pages) * self.page_tokens == sequence.params.end
         return hit.pages[: self.states.num_received(len(hit.pages), is_all)]
 
-    def num_needed(self, sequence: Sequence) -> int:
-        """Pages for all its tokens."""
-        return self.num_pages(len(sequence.tokens) if sequence.params.max_tokens else sequence.params.end)
+    def num_needed(self, params: SequenceParams, num_tokens: int) -> int:
+        """Pages for all tokens of a sequence that has so many."""
+        return self.num_pages(num_tokens if params.max_tokens else params.end)
 
     def open(self, sequence: Sequence, hit: Hit, found: list[int]) -> None:
         """Hold the pages `found`, allocate the others, and slots. NoRoomError: there are no slots, nothing is held."""
@@ -86,7 +86,8 @@ class KVCacheManager:
             ends = hit.num_usable * self.page_tokens, len(hit.pages) * self.page_tokens
             sequence.state = self.states.open(hit.checkpoint, *ends)
         self.cache.hold(found)
-        sequence.pages = found + self.cache.allocate(self.num_needed(sequence) - len(found))
+        needed = self.num_needed(sequence.params, len(sequence.tokens))
+        sequence.pages = found + self.cache.allocate(needed - len(found))
         sequence.num_named = len(found)
         sequence.computed = sequence.launched = len(found) * self.page_tokens
         sequence.draft_computed = 0

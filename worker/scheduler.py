@@ -24,7 +24,8 @@ class Scheduler(AdmittingTable):
             num_keys = len(sequence.keys) if is_scored else (sequence.scored - 1) // self.kv.page_tokens
             hit = self.kv.find(sequence.keys[:num_keys])
             found = self.kv.choose_pages(hit, sequence)
-            if not self.kv.cache.can_take(found, self.kv.num_needed(sequence) - len(found)):
+            needed = self.kv.num_needed(sequence.params, len(sequence.tokens))
+            if not self.kv.cache.can_take(found, needed - len(found)):
                 return
             try:
                 self.kv.open(sequence, hit, found)

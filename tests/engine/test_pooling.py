@@ -138,7 +138,7 @@ def test_scores_by_two_tokens(tmp_path: Path) -> None:
 
 
 def test_rounded_weights_and_formats(tmp_path: Path) -> None:
-    """What the native path multiplies by, it pools by."""
+    """Vectors come from the same rounded weights as answers do."""
     theirs = write_pooled(tmp_path, "qwen3", "Qwen3Model", "lasttoken", normalizes=True)
     for dtype, quantization, least in (("bfloat16", "none", 0.999), ("bfloat16", "int8", 0.99)):
         for ids, vector in zip(TEXTS, embed(open_engine(tmp_path, dtype, quantization), TEXTS), strict=True):

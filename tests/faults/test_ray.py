@@ -24,12 +24,19 @@ from tests.support.oracle import Oracle
 
 START_S, BACK_S, STOP_S = 300.0, 180.0, 60.0
 NUM_CLIENTS, NUM_TOKENS = 8, 120
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900), pytest.mark.usefixtures("same_niceness")]
 MEMORY = 80 << 20  # of each node's store of objects, which Baton does not use
+
+
+@pytest.fixture
+def same_niceness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's processes have that of the tests."""
+    monkeypatch.setenv("RAY_worker_niceness", "0")
 
 
 @contextmanager
 def cluster(*cores: int) -> Iterator[Any]:
-    """A head without cores for workers, and nodes with so many."""
+    """A head without cores for workers, and a node for each of these numbers of cores."""
     opened = Cluster()
     try:
         for num_cpus in (0, *cores):
@@ -58,7 +65,7 @@ class Service:
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def read_workers(self) -> list[dict[str, Any]]:
-        """Those that are alive; none while there is no gateway."""
+        """The workers that are alive; none while there is no gateway."""
         try:
             status = httpx.get(f"http://127.0.0.1:{self.port}/status", timeout=5.0)
         except httpx.HTTPError:
@@ -114,12 +121,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(900)
-def test_a_node_and_workers_are_killed_under_load_and_all_answers_are_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_worker_niceness", "0")
+def test_a_node_and_workers_are_killed_under_load_and_all_answers_are_right(tmp_path: Path) -> None:
     dice, wrong, is_over, num_right = random.Random(1), list[str](), threading.Event(), list[int]()
     with cluster(4, 4) as nodes, serving(nodes.address, tmp_path, 2) as service:
         prompts = [[dice.randrange(6, 300) for _ in range(dice.choice((20, 200, 900)))] for _ in range(NUM_CLIENTS)]
@@ -157,12 +159,7 @@ def test_a_node_and_workers_are_killed_under_load_and_all_answers_are_right(
     until_ended(ours)
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(900)
-def test_a_worker_over_two_nodes_is_placed_again_and_all_answers_are_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_worker_niceness", "0")
+def test_a_worker_over_two_nodes_is_placed_again_and_all_answers_are_right(tmp_path: Path) -> None:
     dice, truth = random.Random(2), Truth(Oracle(TARGET_DIR))
     flags = ("--decode-tp=2", "--decode-hosts=2", "--dtype=float32", "--patience-s=180")
     with cluster(2, 2, 2) as nodes, serving(nodes.address, tmp_path, 1, *flags) as service:
@@ -174,7 +171,8 @@ def test_a_worker_over_two_nodes_is_placed_again_and_all_answers_are_right(
             if is_node:  # not the gateway's, which is the command's own, too
                 gateway, hosts = find_pid(f":{service.port}"), find_hosts(0) | find_hosts(1)
                 below = [(node, find_baton(set(find_pids_of(node)))) for node in nodes.list_all_nodes()]
-                nodes.remove_node(next(one for one, pids in below if gateway not in pids and hosts & pids), False)
+                node = next(one for one, pids in below if gateway not in pids and hosts & pids)
+                nodes.remove_node(node, allow_graceful=False)
             else:
                 (guest,) = find_hosts(1)
                 os.kill(guest, signal.SIGKILL)
@@ -186,7 +184,7 @@ def test_a_worker_over_two_nodes_is_placed_again_and_all_answers_are_right(
 
 
 def find_pids_of(node: Any) -> list[int]:
-    """Of a node's own processes."""
+    """PIDs of a node's own processes."""
     return [one.process.pid for group in node.all_processes.values() for one in group]
 
 
@@ -209,7 +207,7 @@ def until_ended(pids: set[int]) -> None:
 
 
 def find_pid(address: str) -> int:
-    """Of the process that listens there."""
+    """PID of the process that listens at the address."""
     port = int(address.rpartition(":")[2])
     listening = subprocess.check_output(["ss", "-Hltnp", f"sport = :{port}"], text=True)
     return int(listening.partition("pid=")[2].partition(",")[0])

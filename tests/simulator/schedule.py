@@ -70,7 +70,7 @@ class Outside(Process):
 
 
 class Troubles:
-    """What happens to processes, at times that are planned before."""
+    """Kills, freezes and other troubles of processes, at times that are drawn before the run."""
 
     def __init__(self, world: World) -> None:
         self.world = world

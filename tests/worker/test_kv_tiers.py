@@ -1,4 +1,4 @@
-"""What is read from files, in what order, and whether that pays."""
+"""KV in files: which of it is read, in what order, and whether that pays."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -245,7 +245,7 @@ def test_a_prompt_without_room_is_refused_and_not_computed_when_some_comes() -> 
 
 
 def test_nothing_is_read_for_a_prompt_that_would_be_refused() -> None:
-    """What it had evicted, others come back for; and it would be read again at each try."""
+    """It would evict pages that others come back for, and be read again at each try."""
 
     async def run() -> None:
         files = Files(["abcd"])
