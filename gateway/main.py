@@ -128,7 +128,7 @@ async def _serve(
     add_answers(app, served, keeper)
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
-    app.include_router(build_revisions_router(served, rollout, fleet.views))
+    app.include_router(build_revisions_router(served, rollout, lambda: [worker.view() for worker in fleet.workers()]))
     app.include_router(build_weights_router(served, keepers))
     store: BatchStore | None = None
     if config.batch_dir:

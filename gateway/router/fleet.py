@@ -17,6 +17,7 @@ from runtime import rpc
 from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()
+CHECK_S = 25e-6  # times the number of workers: between two looks for those that have become silent
 
 
 class Fleet:
@@ -50,7 +51,9 @@ class Fleet:
         self._is_started = False
         self._log = log  # with the model's name, of a part
         self._serving: dict[Role, bool] = {}  # whether a worker of the role takes requests, as logged
-        self._looked_at: dict[WorkerClient, WorkerView] = {}
+        self._views: dict[WorkerClient, WorkerView | None] = {}  # None: of a duplicate; not kept where it has parts
+        self._stale: dict[WorkerClient, None] = {}  # those whose view may have changed
+        self._check_at = -float("inf")  # when to see who has become silent
         self._compared: set[Identity] = set()  # workers compared with all others in the set
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
         self.adapters = adapters or Adapters()
@@ -82,6 +85,7 @@ class Fleet:
             worker = self.decode[address] = DecodeClient(address, channel, *parts)
         worker.keys.index = self._index
         worker.replaced = self.replaced
+        worker.stale = self._stale
         if source:
             log.info("worker found", role=role, address=address, source=source)
         if self._is_started:
@@ -104,12 +108,18 @@ class Fleet:
             if worker.status.peer.incarnation:
                 self._assign(worker)
         if not self.parts:
-            for worker in self.workers():
-                view = worker.view()
-                if view is not self._looked_at.get(worker):
-                    self._looked_at[worker] = view
-                    self._report_mismatches(worker)
+            self._refresh()
             self._report_outage()
+
+    def _refresh(self) -> None:
+        """See which views have changed."""
+        if (now := self._clock()) >= self._check_at:
+            self._check_at = now + CHECK_S * len(self._views)
+            self._stale.update((worker, None) for worker in self._views if now > worker.view_until)
+        for worker in [*self._stale]:
+            self._views[worker] = None if worker.duplicate_of else worker.view()
+            self._report_mismatches(worker)
+        self._stale.clear()
 
     def _assign(self, worker: WorkerClient) -> None:
         """Put it into the part of the model that it serves now, once no request of another model has a place there."""
@@ -136,12 +146,15 @@ class Fleet:
             self.decode[worker.address] = worker
         worker.adapters.follow(self.adapters)
         worker.replaced = self.replaced
+        worker.stale = self._stale
 
     def _drop(self, worker: WorkerClient) -> None:
         """Remove a worker that serves it no more. No request runs there."""
         (self.prefill if worker.role == "prefill" else self.decode).pop(worker.address)
         self._compared.discard(worker.identity)
-        self._looked_at.pop(worker, None)
+        self._views.pop(worker, None)
+        self._stale.pop(worker, None)
+        worker.stale = {}
 
     def _report_mismatches(self, worker: WorkerClient) -> None:
         """Log once, naming both values, whether it refuses what we accept, or cannot exchange pages with another one.
@@ -169,10 +182,7 @@ class Fleet:
 
     def _report_outage(self) -> None:
         """Log once that no worker of a role takes requests any more, and once that one does again."""
-        effects: dict[Role, str] = {
-            "prefill": "--no-prefill says what follows",
-            "decode": "they wait, then get a 503",
-        }
+        effects: dict[Role, str] = {"prefill": "--no-prefill says what follows", "decode": "they wait, then get a 503"}
         for role, effect in effects.items():
             workers = self.of_role(role)
             was_serving = self._serving.get(role, False)
@@ -200,8 +210,10 @@ class Fleet:
     def workers(self) -> list[WorkerClient]:
         return [*self.prefill.values(), *self.decode.values()]
 
-    def views(self) -> list[WorkerView]:
-        return [worker.view() for worker in self.workers()]
+    def views(self) -> Sequence[WorkerView]:
+        """Of all workers, each once; not kept where it has parts."""
+        self._refresh()
+        return [*filter(None, self._views.values())]
 
     def start(self) -> None:
         self._is_started = True

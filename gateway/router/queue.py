@@ -4,7 +4,7 @@ Started answers go before new requests, and among them the one whose client has 
 answers that move from one dying worker to the next would always stand behind those that were there before.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,17 +23,8 @@ from wire.page_keys import PageKey
 class PlaceOwner(Protocol):
     """A WorkerClient as the queue sees it."""
 
-    role: Role
     address: str
-    duplicate_of: str
     num_mine: int  # places held by requests of this gateway
-
-    @property
-    def incarnation(self) -> str:
-        """The incarnation of the worker that would get a request."""
-
-    def view(self) -> WorkerView:
-        """The worker as policies see it now."""
 
     def release(self, is_refused: bool = False) -> None:
         """Free a place there."""
@@ -85,21 +76,23 @@ class Queue:
     def __init__(
         self,
         workers: Mapping[Role, Mapping[str, PlaceOwner]],
+        views: Callable[[], Sequence[WorkerView]],
         placer: Placer,
         patience_s: float,
         mark: Callable[[], None],
         has_goal: bool = False,
         expectations: Expectations | None = None,
     ) -> None:
-        """`workers`: by address; they come and go, those without a request's place. `mark`: called when requests that
-        were held back may go on.
+        """`workers`: by address; they come and go, those without a request's place. `views`: of them, as they are now.
+        `mark`: called when requests that were held back may go on.
 
         `patience_s`: how long requests wait while no worker can serve, counted from when one last could.
         `has_goal`: requests that would wait for longer than that for a place are refused.
         """
         self.placer = placer
-        self.num_tokens_placed = 0  # of prompts, that workers lacked
+        self.num_tokens_placed = 0  # of prompts, that workers lacked; not of refused tries
         self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
+        self.views = views
         self._workers = workers
         self._mark = mark
         self._patience_s = patience_s
@@ -128,13 +121,6 @@ class Queue:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    def views(self) -> list[WorkerView]:
-        """Views of all workers, each once."""
-        return [worker.view() for worker in self._find_workers() if not worker.duplicate_of]
-
-    def _find_workers(self) -> Iterator[PlaceOwner]:
-        return (worker for workers in self._workers.values() for worker in workers.values())
 
     # -- waiting and leaving -----------------------------------------------------------------------------------------
 
@@ -172,6 +158,7 @@ class Queue:
 
     def _count(self, request: Request, places: Places) -> None:
         """Count what the attempt took of its owner's share."""
+        self.num_tokens_placed -= 0 if places.is_reserved else max(request.num_missing - places.placement.num_cached, 0)
         num_answer = len(request.emitted) - places.num_emitted
         num_prompt = request.num_missing - num_answer - places.placement.num_cached if places.is_reserved else 0
         if num_answer:
@@ -230,7 +217,7 @@ class Queue:
         FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
         back, or a worker has no slot for its adapter, or it needs a prefill worker and none is alive.
         """
-        held = set[PageKey | None]()
+        held, full = set[PageKey | None](), list[Sequence[WorkerView]]()  # full: that a request before can use
         spared: frozenset[str] | None = None  # incarnations that no request before can use; None: none is before
         alive = frozenset(view.incarnation for view in views if view.is_alive) if lacks_prefill else frozenset()
         if alive != self._stuck_while or self._is_given_up("prefill", now):
@@ -245,12 +232,13 @@ class Queue:
                 self._give_up_unusable(waiter, lacking, now)
                 continue
             waiter.without_since = None
-            if self.placer.find_key(views, request) in held:
+            usable = self.placer.find_usable(views, request)
+            if any(usable is one for one in full) or self.placer.find_key(views, request) in held:
                 continue
             choice = self.placer.choose(views, request, spared)
             if isinstance(choice, Placement):
-                changed = {worker.address: worker.view() for worker in self._place(waiter, choice, views).held}
-                views = [changed.get(view.address, view) for view in views]
+                self._place(waiter, choice, views)
+                views = self.views()
             elif isinstance(choice, Held):
                 held.add(choice.key)
             elif isinstance(choice, Unready) and choice.role == "prefill" and lacks_prefill:
@@ -259,9 +247,10 @@ class Queue:
                 else:
                     self._stuck.add(waiter)
             elif not request.adapter or all(view.has_slots for view in views):
-                usable = {view.incarnation for view in self.placer.find_usable(views, request)} - request.avoid
-                unusable = frozenset(view.incarnation for view in views) - usable
-                spared = frozenset(unusable) if spared is None else spared & unusable
+                full += [] if request.avoid else [usable]
+                names = {view.incarnation for view in usable} - request.avoid
+                unusable = frozenset(view.incarnation for view in views) - names
+                spared = unusable if spared is None else spared & unusable
                 if not spared:
                     break
 
@@ -298,7 +287,7 @@ class Queue:
     def check(self) -> None:
         """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""
         held = [worker for waiter in self._placed if waiter.places for worker in waiter.places.held]
-        for worker in self._find_workers():
+        for worker in (worker for workers in self._workers.values() for worker in workers.values()):
             num_held = held.count(worker)
             assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
         assert not any(waiter in self._placed or waiter.is_over for waiter in self._waiting)

@@ -48,17 +48,15 @@ class Router:
         self._changes = fleet.changes
         self._placer = placer
         workers: dict[Role, Mapping[str, WorkerClient]] = {"prefill": fleet.prefill, "decode": fleet.decode}
-        self.queue = Queue(workers, placer, patience_s, fleet.changes.mark, has_goal, expectations)
+        self.queue = Queue(workers, fleet.views, placer, patience_s, fleet.changes.mark, has_goal, expectations)
         fleet.changes.follow(lambda: self.queue.decide(clock()))
         self._keep_times = keep_times or KeepTimes()
         self._begin = begin
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
         self._clock = clock
-        text = "Time a request waits for a worker"
-        self._queue_seconds = Histogram(
-            "baton:request_queue_time_seconds", text, registry=registry, buckets=SECONDS_BUCKETS
-        )
+        name, text = "baton:request_queue_time_seconds", "Time a request waits for a worker"
+        self._queue_seconds = Histogram(name, text, registry=registry, buckets=SECONDS_BUCKETS)
         self._failed_attempts = Counter(
             "baton:attempts_failed", "Tries that ended without an answer", registry=registry
         )
@@ -68,8 +66,7 @@ class Router:
         return self._find_obstacle() or next(pending, None)
 
     def can_serve(self, adapter: str = "") -> bool:
-        is_pending = adapter in self._fleet.adapters.pending
-        return self.model.is_open and not is_pending and self._find_obstacle() is None
+        return self.model.is_open and adapter not in self._fleet.adapters.pending and self._find_obstacle() is None
 
     def _find_obstacle(self) -> str | None:
         if self.admission.is_draining():
@@ -82,8 +79,7 @@ class Router:
         return unready.detail if unready else None
 
     def load(self) -> Load:
-        admission = self.admission
-        return Load(admission.num_inside, admission.num_waiting, *count_places(self.queue.views()))
+        return Load(self.admission.num_inside, self.admission.num_waiting, *count_places(self.queue.views()))
 
     def find_trouble(self) -> str | None:
         """Why the service is degraded: no prefill worker is alive. None if one is, or if nothing is served."""

@@ -54,6 +54,7 @@ class WorkerClient:
         `stall_s`: see wire/stalls.py. `adapters`: those that it is to have. `mark`: called when it may have got room
         or died.
         """
+        self.stale: dict[WorkerClient, None] = {}  # the owner's: those whose view may have changed, in order
         self.address = address
         self.status = worker_pb2.WorkerStatus()
         self.num_mine = 0  # places held by requests of this gateway
@@ -85,14 +86,18 @@ class WorkerClient:
         self._next_poll = 0.0  # when to ask for its status again
         self._hurry = asyncio.Event()  # `_next_poll` has moved closer
         self._layout = b""
-        self._view_until = float("inf")  # when silence changes it, if nothing else does
+        self.view_until = float("inf")  # when silence changes it, if nothing else does
         self._view: WorkerView | None = None  # as of now; None once anything has changed
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Whatever is set drops the view: a gateway looks at thousands of workers for each request."""
+        """Whatever is set drops the view: a look at thousands of workers costs what has changed."""
         object.__setattr__(self, name, value)
-        if name != "_view":
-            object.__setattr__(self, "_view", None)
+        if name not in ("_view", "view_until"):
+            self._drop_view()
+
+    def _drop_view(self) -> None:
+        self._view = None
+        self.stale[self] = None
 
     # -- asking for its status --------------------------------------------------------------------------------------
 
@@ -105,7 +110,7 @@ class WorkerClient:
         self._tasks.append(asyncio.get_running_loop().create_task(running))
 
     def _note_adapters(self) -> None:
-        self._view = None
+        self._drop_view()
         self._mark()
 
     def _note_bug(self, bug: BaseException) -> None:
@@ -250,9 +255,10 @@ class WorkerClient:
 
     def view(self) -> WorkerView:
         """The worker as policies see it."""
-        if self._view is None or self._clock() > self._view_until:
+        if self._view is None or self._clock() > self.view_until:
+            self._drop_view()
             silent_at = self._heard + self._heartbeat_s
-            self._view_until = silent_at if self._clock() <= silent_at else float("inf")
+            self.view_until = silent_at if self._clock() <= silent_at else float("inf")
             self._view = self._build_view(self.find_trouble())
         return self._view
 

@@ -37,9 +37,9 @@ class RoleKeeper:
             await asyncio.sleep(LOOK_S)
             queue = self._queue
             seen = Seen(queue.num_tokens_placed, queue.num_answering, queue.num_tokens_waiting, queue.num_waiting)
-            change = self._balance.look(queue.views(), seen, self._clock())
-            if change is not None and self._decides():
-                await self._order(change)
+            changes = self._balance.look(queue.views(), seen, self._clock())
+            if changes and self._decides():
+                await asyncio.gather(*map(self._order, changes))
 
     async def _order(self, change: Change) -> None:
         worker = next((one for one in self._fleet.workers() if one.incarnation == change.incarnation), None)

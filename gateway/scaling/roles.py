@@ -2,14 +2,16 @@
 
     demand of prefill = tokens placed a second / what a worker computes a second    [workers]
     demand of decode  = answers that are under way / places of a worker             [workers]
-    each + what waits for it, as if it were to be done within HORIZON_S, up to one worker
+    each + what waits for it, as if it were to be done within HORIZON_S, up to as many workers as may change at once
 
-The workers are divided like the demand. What keeps that calm: demand is averaged over MEAN_S; one worker changes at a
-time, if the division is off by more than SLACK of one for HOLD_S, and REST_S after the last change; nothing changes
-while most is idle. There is always one of each role, if need be by a worker that takes both.
+A worker's places are those that it says, or as many as its pages hold of what runs now. The workers are divided like
+the demand, those of each revision alike. What keeps that calm: demand is averaged over MEAN_S; one worker changes at a
+time, of many a share of CHANGING, if the division is off by more than SLACK of that for HOLD_S, and REST_S after the
+last change; nothing changes while most is idle and nobody waits. Of each revision there is always one of each role, if
+need be by a worker that takes both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
@@ -23,12 +25,13 @@ SLACK = 0.7
 HOLD_S = 3.0
 REST_S = 8.0  # a changed worker has some work of its new role by then
 BUSY = 0.3  # of all workers: with less demand they stay as they are
+CHANGING = 0.05  # of all workers
 
 
 class Seen(NamedTuple):
     """Counts of this gateway: the work done so far, and what waits."""
 
-    tokens_placed: float  # since its start: tokens of prompts that workers had to compute
+    tokens_placed: float  # since its start: tokens of prompts that workers had to compute; less when one refuses
     num_answering: int  # requests whose prompt is computed
     tokens_waiting: int  # of the prompts in the queue
     num_waiting: int  # requests there
@@ -39,6 +42,54 @@ class Change(NamedTuple):
 
     incarnation: str
     roles: tuple[Role, ...]
+
+
+class Group:
+    """The workers of one revision: they serve together."""
+
+    def __init__(self, workers: Sequence[WorkerView]) -> None:
+        both: dict[str, dict[Role, WorkerView]] = {}
+        for view in workers:
+            if view.incarnation:
+                both.setdefault(view.incarnation, {})[view.role] = view
+        alive = [view for view in workers if view.is_alive]
+        self.open: Mapping[Role, set[str]] = {
+            role: {view.incarnation for view in alive if view.role == role} for role in ROLES
+        }
+        # those of both roles that are well: incarnation |-> its views
+        self.able = {
+            name: views for name, views in both.items() if len(views) == 2 and any(v.is_alive for v in views.values())
+        }
+
+    @property
+    def size(self) -> int:
+        return len(self.open["prefill"] | self.open["decode"])
+
+    def find_missing(self) -> Change | None:
+        """A role that no worker takes is taken by the one with least to do, beside its own."""
+        for role in ROLES:
+            if not self.open[role] and self.able:
+                return Change(
+                    min(self.able, key=lambda name: max(v.num_running for v in self.able[name].values())), ROLES
+                )
+        return None
+
+    def drop_roles(self, demand: Mapping[Role, float]) -> Iterator[Change]:
+        """A worker that takes both while others take one of these is left with the role of which more is needed."""
+        for name in self.able:
+            if all(name in self.open[role] for role in ROLES):
+                spare = [role for role in ROLES if len(self.open[role]) > 1]
+                if spare:
+                    dropped = min(spare, key=lambda role: (demand[role] / len(self.open[role]), -len(self.open[role])))
+                    self.open[dropped].discard(name)
+                    yield Change(name, tuple(role for role in ROLES if role != dropped))
+
+    def find_giver(self, role: Role) -> str | None:
+        """Who has least to do of those that could leave the role; None if they are needed."""
+        views = [views[role] for name, views in self.able.items() if name in self.open[role]]
+        if not views or len(self.open[role]) == 1:
+            return None
+        return min(views, key=lambda view: (view.num_running, view.tokens_waiting)).incarnation
 
 
 @dataclass(slots=True)
@@ -52,35 +103,39 @@ class RoleBalance:
     _short_since: float = 0.0
     _changed_at: float = -REST_S
 
-    def look(self, workers: Sequence[WorkerView], seen: Seen, now: float) -> Change | None:
+    def look(self, workers: Sequence[WorkerView], seen: Seen, now: float) -> list[Change]:
         """Call it every second or so. `workers`: all, those of both roles in each."""
-        alive = [view for view in workers if view.is_alive]
-        demand = self._find_demand(alive, seen, now)
-        able = _find_able(workers)
-        open_roles = {role: {view.incarnation for view in alive if view.role == role} for role in ROLES}
-        if (change := _find_missing(able, open_roles) or _find_double(able, open_roles, demand)) is not None:
-            return change
-        num_all = len(open_roles["prefill"] | open_roles["decode"])
-        short = _find_short(demand, len(open_roles["prefill"]), num_all)
+        groups = [Group([v for v in workers if v.revision == name]) for name in sorted({v.revision for v in workers})]
+        num_all = sum(group.size for group in groups)
+        step = max(CHANGING * num_all, 1.0)
+        demand = self._find_demand([view for view in workers if view.is_alive], seen, step, now)
+        if missing := [change for group in groups if (change := group.find_missing()) is not None]:
+            return missing
+        if changes := [change for group in groups for change in group.drop_roles(demand)][: int(step)]:
+            return changes
+        lacking = _find_lacking(demand, sum(len(group.open["prefill"]) for group in groups), num_all)
+        if (not seen.num_waiting and sum(demand.values()) < BUSY * num_all) or abs(lacking) <= SLACK * step:
+            self._short = None
+            return []
+        short: Role = "prefill" if lacking > 0 else "decode"
         if short != self._short:
             self._short, self._short_since = short, now
-        if short is None or now - self._changed_at < REST_S or now - self._short_since < HOLD_S:
-            return None
-        giver: Role = "decode" if short == "prefill" else "prefill"
-        givers = [views[giver] for name, views in able.items() if name in open_roles[giver]]
-        if not givers or len(open_roles[giver]) == 1:
-            return None
-        least = min(givers, key=lambda view: (view.num_running, view.tokens_waiting))
-        self._changed_at, self._short = now, None
-        return Change(least.incarnation, (short,))
+        if now - self._changed_at < REST_S or now - self._short_since < HOLD_S:
+            return []
+        changes = list(_move(groups, short, min(int(step), max(int(abs(lacking)), 1))))
+        if changes:
+            self._changed_at, self._short = now, None
+        return changes
 
-    def _find_demand(self, alive: Sequence[WorkerView], seen: Seen, now: float) -> Mapping[Role, float]:
-        """The demand for each role in workers, with what waits."""
+    def _find_demand(
+        self, alive: Sequence[WorkerView], seen: Seen, most_waiting: float, now: float
+    ) -> Mapping[Role, float]:
+        """The demand for each role in workers, with what waits, up to so many."""
         passed_s = 0.0 if self._looked_at is None else now - self._looked_at
         speeds = [view.tokens_per_s for view in alive if view.tokens_per_s]
         speed = sum(speeds) / len(speeds) if speeds else 0.0
         decodes = [view for view in alive if view.role == "decode"]
-        places = max((view.max_running for view in decodes), default=1)
+        places = _find_places(decodes)
         if passed_s:
             kept = exp(-passed_s / MEAN_S)
             placed = (seen.tokens_placed - self._tokens_placed) / passed_s / speed if speed else 0.0
@@ -88,52 +143,42 @@ class RoleBalance:
             for role in ROLES:
                 self._demand[role] = kept * self._demand[role] + (1 - kept) * current[role]
         self._looked_at, self._tokens_placed = now, seen.tokens_placed
-        is_decode_full = all(view.is_full or view.num_running >= view.max_running for view in decodes)
+        is_decode_full = all(view.is_full or view.num_running >= places for view in decodes)
         tokens = sum(view.tokens_waiting for view in alive if view.role == "prefill")
         tokens += 0 if is_decode_full else seen.tokens_waiting
         waits: dict[Role, float] = {
             "prefill": tokens / speed / HORIZON_S if speed else 0.0,
             "decode": seen.num_waiting / places if is_decode_full else 0.0,
         }
-        return {role: self._demand[role] + min(waits[role], 1.0) for role in ROLES}
+        return {role: max(self._demand[role], 0.0) + min(waits[role], most_waiting) for role in ROLES}
 
 
-def _find_able(workers: Sequence[WorkerView]) -> dict[str, dict[Role, WorkerView]]:
-    """Workers of both roles that are well: incarnation |-> its views."""
-    found: dict[str, dict[Role, WorkerView]] = {}
-    for view in workers:
-        if view.incarnation:
-            found.setdefault(view.incarnation, {})[view.role] = view
-    return {name: views for name, views in found.items() if len(views) == 2 and any(v.is_alive for v in views.values())}
+def _find_places(decodes: Sequence[WorkerView]) -> float:
+    """Places of one worker: as many as it says, or as its pages hold of what runs now."""
+    most = max((view.max_running for view in decodes), default=1)
+    num_used = sum(view.num_pages - view.free_pages for view in decodes)
+    num_running = sum(view.num_running for view in decodes)
+    if not (num_used and num_running):
+        return most
+    num_pages = sum(view.num_pages for view in decodes) / len(decodes)
+    return min(max(num_pages * num_running / num_used, 1.0), most)
 
 
-def _find_missing(able: Mapping[str, Mapping[Role, WorkerView]], open_roles: Mapping[Role, set[str]]) -> Change | None:
-    """A role that no worker takes is taken by the one with least to do, beside its own."""
-    for role in ROLES:
-        if not open_roles[role] and able:
-            return Change(min(able, key=lambda name: max(view.num_running for view in able[name].values())), ROLES)
-    return None
-
-
-def _find_double(
-    able: Mapping[str, Mapping[Role, WorkerView]], open_roles: Mapping[Role, set[str]], demand: Mapping[Role, float]
-) -> Change | None:
-    """A worker that takes both while others take one of these is left with the role of which more is needed."""
-    for name in able:
-        if all(name in open_roles[role] for role in ROLES):
-            spare = [role for role in ROLES if len(open_roles[role]) > 1]
-            if spare:
-                dropped = min(spare, key=lambda role: demand[role] / len(open_roles[role]))
-                return Change(name, tuple(role for role in ROLES if role != dropped))
-    return None
-
-
-def _find_short(demand: Mapping[Role, float], num_prefill: int, num_all: int) -> Role | None:
-    """The role of which there are too few workers; None if the division is right, or nobody waits."""
+def _find_lacking(demand: Mapping[Role, float], num_prefill: int, num_all: int) -> float:
+    """Prefill workers that are too few for the demand; negative: too many."""
     total = demand["prefill"] + demand["decode"]
-    if total < BUSY * num_all or num_all < 3:
-        return None
-    wanted = min(max(num_all * demand["prefill"] / total, 1.0), num_all - 1.0)
-    if wanted > num_prefill + SLACK:
-        return "prefill"
-    return "decode" if wanted < num_prefill - SLACK else None
+    if not total or num_all < 3:
+        return 0.0
+    return min(max(num_all * demand["prefill"] / total, 1.0), num_all - 1.0) - num_prefill
+
+
+def _move(groups: Sequence[Group], short: Role, count: int) -> Iterator[Change]:
+    """So many workers take the role, each of the revision that has least of it for its size."""
+    giving: Role = "decode" if short == "prefill" else "prefill"
+    for _ in range(count):
+        for group in sorted(groups, key=lambda group: len(group.open[short]) / max(group.size, 1)):
+            if (name := group.find_giver(giving)) is not None:
+                group.open[giving].discard(name)
+                group.open[short].add(name)
+                yield Change(name, (short,))
+                break

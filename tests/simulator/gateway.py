@@ -17,7 +17,7 @@ from gateway.policies.homes import Homes
 from gateway.policies.rollout import Rollout
 from gateway.router.admission import Admission
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.fleet import Fleet
+from gateway.router.fleet import CHECK_S, Fleet
 from gateway.router.placer import Placer
 from gateway.router.policies import LocalPrefill
 from gateway.router.router import Router
@@ -119,6 +119,11 @@ class SimGateway(Process):
             return
         self._seen = seen
         self.queue.check()
+        views = self.fleet.views()
+        for worker in self.fleet.workers():
+            just_silent = 0 < self.world.now - worker.view_until < CHECK_S * 100
+            if not (worker.duplicate_of or just_silent or worker.view() in views):
+                raise ViolationError(f"{self.name} has an old view of {worker.address}")
         for request in (waiter.request for waiter in self.queue._waiting if waiter.request.is_retry):
             if not (request.emitted or request.avoid or request.mistaken):
                 raise ViolationError(f"{request.wanted.request_id} was refused for want of room and goes before others")

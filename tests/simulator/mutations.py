@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
+from gateway.router import fleet
 from gateway.router.decode_client import DecodeClient, Session
 from gateway.router.engine_client import State
 from gateway.router.order import Order
@@ -560,6 +561,8 @@ MUTATIONS: dict[str, Mutation] = {
     "a call at a silent worker takes a heartbeat": patched(
         (WorkerClient, "find_patience", lambda self: self._heartbeat_s)
     ),
+    "silence does not change a view": patched((fleet, "CHECK_S", 1e9)),
+    "a view is not built anew": patched((WorkerClient, "_drop_view", _nothing)),
     "a retry forgets the tokens emitted": patched((Request, "packed_tokens", property(lambda self: self._prompt))),
     "a retry asks for all tokens again": patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
 }

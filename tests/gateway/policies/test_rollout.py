@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -158,6 +159,21 @@ def test_a_request_whose_revision_is_busy_does_not_hold_up_those_of_another() ->
         old.sessions[1].emit(4, "length")
         fleet.run()
         assert waiting.tokens == answer(4)
+
+
+def test_of_those_that_wait_for_a_busy_revision_only_the_first_looks_for_a_place() -> None:
+    """A look at a queue of thousands costs no choice for each."""
+    shares = {"new": 0.5}
+    with two_revisions(shares, max_running=1, max_queue=50) as fleet:
+        waiting = [fleet.ask(name) for name in drawn("old", 12, shares)]
+        with mock.patch.object(fleet.placer, "choose", side_effect=fleet.placer.choose) as choose:
+            (other,) = (fleet.ask(name) for name in drawn("new", 1, shares))
+            assert choose.call_count < 5, "twice of the first that waits, and of the other"
+        for session in (one for _ in range(13) for worker in fleet.decodes for one in worker.sessions):
+            if not session.is_over:
+                session.emit(4, "length")
+            fleet.run(0.1)
+        assert [one.tokens for one in (*waiting, other)] == [answer(4)] * 13
 
 
 def test_all_answers_to_a_request_go_to_one_revision() -> None:

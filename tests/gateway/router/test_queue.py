@@ -97,6 +97,18 @@ def test_retries_keep_their_order_before_new_requests() -> None:
         assert names(decode) == ["a", "b", "c", "d", "e"]
 
 
+def test_tokens_of_a_refused_try_do_not_count_as_placed() -> None:
+    """Else retries would look like demand for prefill workers."""
+    with virtual_fleet() as fleet:
+        (decode,) = fleet.decodes
+        decode.refusals.extend([NO_ROOM] * 3)
+        fleet.ask("r")
+        fleet.run(2.0)
+        assert len(decode.sessions) == 1
+        finish_all(fleet)
+        assert fleet.router.queue.num_tokens_placed == 2, "all but the last are needed"
+
+
 def test_priorities_then_owners_in_turn_then_arrival() -> None:
     with virtual_fleet(max_running=1) as fleet:
         (decode,) = fleet.decodes

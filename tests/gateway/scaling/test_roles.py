@@ -11,6 +11,8 @@ from gateway.scaling.roles import HOLD_S, REST_S, ROLES, Change, RoleBalance, Se
 from tests.support.combinations import examples
 from tests.support.worker_views import DECODE, PREFILL
 
+PREFILLS: tuple[Role, ...] = ("prefill",)
+DECODES: tuple[Role, ...] = ("decode",)
 SPEED = 1000.0  # prompt tokens that a worker computes a second
 
 
@@ -21,13 +23,15 @@ class Workers:
         self.open = {f"W{number}": tuple(some) for number, some in enumerate(roles)}
         self.dead = set[str]()
         self.running: dict[str, int] = {}
+        self.used_pages = 90  # of 100, of each
+        self.revisions: dict[str, str] = {}
 
     def views(self) -> list[WorkerView]:
         return [
             replace(
                 view, address=name, incarnation=name, is_alive=name not in self.dead and view.role in some,
                 is_closed=view.role not in some, tokens_per_s=SPEED, num_mine=self.running.get(name, 0),
-                max_running=10,
+                max_running=10, free_pages=100 - self.used_pages, revision=self.revisions.get(name, ""),
             )
             for name, some in self.open.items()
             for view in (PREFILL, DECODE)
@@ -38,13 +42,14 @@ class Workers:
 
 
 def follow(
-    workers: Workers, balance: RoleBalance, seconds: int, tokens_per_s: float, num_answering: int, begin: int = 0
-) -> list[tuple[int, Change]]:
+    workers: Workers, balance: RoleBalance, seconds: int, tokens_per_s: float, num_answering: int, begin: int = 0,
+    num_waiting: int = 0,
+) -> list[tuple[int, Change]]:  # fmt: skip
     """The changes under a steady load, when they came."""
     changes = []
     for now in range(begin, begin + seconds):
-        change = balance.look(workers.views(), Seen(now * tokens_per_s, num_answering, 0, 0), float(now))
-        if change is not None:
+        seen = Seen(now * tokens_per_s, num_answering, 0, num_waiting)
+        for change in balance.look(workers.views(), seen, float(now)):
             workers.open[change.incarnation] = change.roles
             changes.append((now, change))
     return changes
@@ -71,6 +76,45 @@ def test_an_idle_fleet_stays_as_it_is() -> None:
     assert follow(Workers(["prefill"], ["decode"], ["decode"]), RoleBalance(), 60, 50.0, 0) == []
 
 
+def test_workers_that_take_both_without_load_are_divided_evenly() -> None:
+    workers = Workers(*[ROLES] * 8)
+    follow(workers, RoleBalance(), 20, 0.0, 0)
+    assert workers.count("prefill") == workers.count("decode") == 4
+
+
+def test_requests_that_wait_for_answers_places_get_them_from_idle_workers() -> None:
+    workers = Workers(DECODES, *[PREFILLS] * 9)
+    workers.running = {"W0": 10}
+    assert follow(workers, RoleBalance(), 60, 100.0, 10) == [], "nobody waits"
+    follow(workers, RoleBalance(), 60, 100.0, 10, num_waiting=30)
+    assert workers.count("decode") > 3
+
+
+def test_places_are_those_that_the_pages_hold() -> None:
+    """Answers that are long take most pages of few places."""
+    workers = Workers(DECODES, *[PREFILLS] * 5)
+    workers.running, workers.used_pages = dict.fromkeys(workers.open, 2), 100
+    follow(workers, RoleBalance(), 60, 1000.0, 4)  # 1 worker of prompts, 2 of such answers, 0.4 of short ones
+    assert workers.count("decode") == 4
+
+
+def test_of_many_workers_some_change_at_once() -> None:
+    workers = Workers(*[PREFILLS] * 150, *[DECODES] * 50)
+    changes = follow(workers, RoleBalance(), 120, 50_000.0, 1500)  # 50 workers of prompts, 150 of answers
+    assert abs(workers.count("prefill") - 50) <= 10
+    at_once = [now for now, _ in changes]
+    assert max(map(at_once.count, at_once)) == 10, "a twentieth of them"
+
+
+def test_the_workers_of_each_revision_take_both_roles() -> None:
+    """During a rollout the new ones serve alone."""
+    workers = Workers(["prefill"], ["decode"], ["prefill"], ["prefill"])
+    workers.revisions = {"W2": "new", "W3": "new"}
+    changes = follow(workers, RoleBalance(), 10, 0.0, 0)
+    assert [change.roles for _, change in changes] == [ROLES, ("decode",)], "first beside the old role"
+    assert {workers.open["W2"], workers.open["W3"]} == {("prefill",), ("decode",)}
+
+
 def test_a_role_that_nobody_takes_is_taken_beside_the_other_and_given_back() -> None:
     workers = Workers(["prefill"], ["decode"], ["prefill"])
     workers.dead, workers.running = {"W1"}, {"W0": 2}
@@ -84,7 +128,7 @@ def test_workers_of_one_role_are_not_asked() -> None:
     views = [PREFILL, DECODE, replace(DECODE, address="d:2", incarnation="D2")]
     balance = RoleBalance()
     for now in range(60):
-        assert balance.look(views, Seen(now * 1e6, 0, 10**6, 10), float(now)) is None
+        assert balance.look(views, Seen(now * 1e6, 0, 10**6, 10), float(now)) == []
 
 
 @settings(max_examples=examples(50), deadline=None)
