@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from demo.draft_head import DraftHead, Guesser
 from demo.head_text import Text, read_text, write_text
 from demo.medusa_heads import MedusaHeads, new_medusa
+from demo.muon import Muon
 from demo.train import rate_at
 from engine.formats.gguf_folder import gguf_cache
 from runtime.config_parts import SMOLLM2
@@ -196,7 +197,7 @@ def optimizers(head: Guesser) -> list[tuple[torch.optim.Optimizer, float]]:
     """With their peak rates: Muon for the layer's matrices, AdamW for the rest."""
     matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and name != "lm_head.weight"]
     others = [p for name, p in head.named_parameters() if p.ndim == 1 or name == "lm_head.weight"]
-    muon = torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(matrices, DTYPE, momentum=0.95, weight_decay=0.01)
     return [(muon, MATRIX_RATE), (torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0), OTHER_RATE)]
 
 

@@ -19,6 +19,7 @@ from demo import head_text, medusa_heads, train_head
 from demo.draft_head import DraftHead
 from demo.head_text import Text, first_prompts, read_text, write_text
 from demo.medusa_heads import MedusaHeads, new_medusa
+from demo.muon import Muon, orthogonalize
 from demo.paths import TARGET_DIR
 from demo.train_head import count_tokens, evaluate, make_batches, new_head, train
 from engine.batch import ForwardRow
@@ -210,3 +211,23 @@ def test_text_is_what_the_model_answers(tmp_path: Path, monkeypatch: pytest.Monk
             logits = model(torch.tensor([text.tokens])).logits[0, text.num_prompt - 1 : -1]
         chosen = logits.gather(-1, torch.tensor(text.tokens[text.num_prompt :])[:, None])
         assert (logits.amax(-1, keepdim=True) - chosen).max() < 0.25  # greedy, but for the engine's rounding
+
+
+def test_muon_is_torchs_in_bfloat16_and_makes_updates_orthogonal_in_float32() -> None:
+    torch.manual_seed(0)
+    for shape in ((24, 16), (16, 24), (16, 16)):
+        ours = torch.nn.Parameter(torch.randn(shape))
+        theirs = torch.nn.Parameter(ours.detach().clone())
+        pairs: list[tuple[torch.nn.Parameter, torch.optim.Optimizer]] = [
+            (ours, Muon([ours], torch.bfloat16, momentum=0.95, weight_decay=0.01)),
+            (theirs, torch.optim.Muon([theirs], weight_decay=0.01, adjust_lr_fn="match_rms_adamw")),
+        ]
+        for _ in range(3):
+            gradient = torch.randn(shape)
+            for matrix, optimizer in pairs:
+                matrix.grad = gradient.clone()
+                optimizer.param_groups[0]["lr"] = 0.01
+                optimizer.step()
+        assert torch.equal(ours, theirs)
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape), torch.float32))
+        assert values.min() > 0.5 and values.max() < 1.3
