@@ -34,7 +34,7 @@ from demo.head_text import first_prompts
 from engine.compose import build_engine
 from engine.engine import Engine
 from gateway.text.tokenizer import Tokenizer
-from tests.support.decoding import NO_SPECULATION, Answers, decode
+from tests.support.decoding import NO_SPECULATION, decode
 from tests.support.random_models import write_pair
 from wire.sampling import SamplingParams
 from worker.params import SequenceParams
@@ -96,19 +96,25 @@ class Figures:
     accepted: float  # share of the drafts
 
 
-def measure_round(engine: Engine, speculator: Speculator, wanted: Seq[SequenceParams]) -> tuple[Figures, Answers]:
-    """Decode all `wanted` together."""
+def measure_round(
+    engine: Engine, speculator: Speculator, wanted: Seq[SequenceParams], streams: int
+) -> tuple[Figures, dict[int, list[int]]]:
+    """Decode all `wanted`, so many at once. Returns the tokens of each handle, too."""
     gc.collect()
-    answers = decode(engine, wanted, speculator, chunk_tokens=CHUNK_TOKENS)
-    timings = [end.timing for end in answers.ends.values() if end.timing is not None]
-    counts = [len(tokens) for tokens in answers.tokens.values()]
+    parts = [
+        decode(engine, wanted[begin : begin + streams], speculator, chunk_tokens=CHUNK_TOKENS)
+        for begin in range(0, len(wanted), streams)
+    ]
+    timings = [end.timing for part in parts for end in part.ends.values() if end.timing is not None]
+    tokens = {handle: some for part in parts for handle, some in part.tokens.items()}
+    counts = [len(some) for some in tokens.values()]
     drafted = sum(one.draft_tokens for one in timings)
     figures = Figures(
         statistics.median(one.decode_s / (count - 1) for one, count in zip(timings, counts, strict=True)),
         sum(counts) / sum(one.steps for one in timings),
         sum(one.accepted_tokens for one in timings) / drafted if drafted else 0.0,
     )
-    return figures, answers
+    return figures, tokens
 
 
 def build_prompts(folder: str, is_demo: bool, has_text: bool, vocab_size: int) -> list[list[int]]:
@@ -122,14 +128,14 @@ def build_prompts(folder: str, is_demo: bool, has_text: bool, vocab_size: int) -
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def build_requests(prompts: Seq[Seq[int]], streams: int, num_tokens: int, drafter: str) -> list[SequenceParams]:
-    """`streams` greedy requests of exactly `num_tokens` tokens."""
+def build_requests(prompts: Seq[Seq[int]], count: int, num_tokens: int, drafter: str) -> list[SequenceParams]:
+    """`count` greedy requests of exactly `num_tokens` tokens."""
     return [
         SequenceParams(
             str(number), np.array(prompt, np.int32).tobytes(), len(prompt) - 1, num_tokens, gateway="bench",
             handle=number + 1, sampling=GREEDY, drafter=drafter, max_draft_tokens=8,
         )
-        for number, prompt in enumerate(islice(cycle(prompts), streams))
+        for number, prompt in enumerate(islice(cycle(prompts), count))
     ]  # fmt: skip
 
 
@@ -142,6 +148,7 @@ def main(
     dtype: str = "float32",  # near ties that could change the compared answers are rare
     threads: int = 2,
     tokens: int = 64,
+    answers: Annotated[int, Parameter(help="of a round, at least")] = 1,
     rounds: int = 3,
 ) -> int:
     """Print the table."""
@@ -162,8 +169,9 @@ def main(
         )
     table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "drafts right")
     for streams in STREAMS:
-        plain = build_requests(prompts, streams, tokens, "off")
-        truth = decode(engine, plain, chunk_tokens=CHUNK_TOKENS).tokens
+        count = -(-answers // streams) * streams
+        plain = build_requests(prompts, count, tokens, "off")
+        truth = measure_round(engine, NO_SPECULATION, plain, streams)[1]
         contenders = dict(drafters)
         if engine.why_chains is None and acceptance is None:
             contenders |= {f"{name}, trees": one for name, one in drafters.items() if one.branches is not None}
@@ -173,12 +181,13 @@ def main(
         off: dict[str, list[Figures]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, drafter in contenders.items():
-                off[name].append(measure_round(engine, NO_SPECULATION, plain)[0])
+                off[name].append(measure_round(engine, NO_SPECULATION, plain, streams)[0])
                 kind, _, trees = name.partition(", ")
                 speculator = Speculator({kind: drafter}, meter, "off", 0, takes_trees=bool(trees))
-                figures, answers = measure_round(engine, speculator, build_requests(prompts, streams, tokens, kind))
+                drafted = build_requests(prompts, count, tokens, kind)
+                figures, found = measure_round(engine, speculator, drafted, streams)
                 on[name].append(figures)
-                if engine.dtype == "float32" and answers.tokens != truth:
+                if engine.dtype == "float32" and found != truth:
                     raise AssertionError(f"{name} at {streams} streams changed the answers")
         for name in contenders:
             _add_row(table, streams, name, off[name], on[name])
