@@ -57,6 +57,7 @@ class Drafter:
     most_drafts = MAX_DRAFT_TOKENS  # of a sequence in a step
     reads_prompts = False  # it computes in steps without drafts, too: with no step in flight, since it measures itself
     branches: Branches | None = None  # of one whose drafts may be trees
+    forwards_s = 0.0  # so far of a `propose`, in forwards, which `cost` counts
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         """A draft for each sequence; shorter than asked, or empty, if the drafter has none."""
@@ -136,7 +137,8 @@ class ModelDrafter(Drafter):
         if late:
             started = time.perf_counter()
             self._runner.launch(late).collect()
-            self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
+            self.forwards_s += time.perf_counter() - started
+            self._chunks.note_step(0, sum(part.count for part in late), self.forwards_s)
         drafts = self._run_ahead([wanted[i] for i in ready])
         for i, token_ids in zip(ready, drafts, strict=True):
             answers[i] = Draft(token_ids, lead=wanted[i].count - 1)
@@ -152,11 +154,13 @@ class ModelDrafter(Drafter):
             deep = [i for i, one in enumerate(wanted) if one.count > depth]
             started = time.perf_counter()
             output = self._runner.launch([self._next_request(wanted[i], depth) for i in deep]).collect()
+            taken = time.perf_counter() - started
+            self.forwards_s += taken
             tokens = output.tokens
             if NOT_A_NUMBER in tokens:
                 raise ValueError("the draft model's logits are NaN")
             if depth:  # the first forward also computes what is missing
-                self._meter.note(len(deep), time.perf_counter() - started)
+                self._meter.note(len(deep), taken)
             for i, token in zip(deep, tokens, strict=True):
                 drafts[i].append(token)
             self._note_likeliest(zip(deep, tokens, output.logprobs, strict=False), wanted, depth)

@@ -26,7 +26,7 @@ PRIOR_ACCEPTANCE = 0.6  # of a sequence that nothing is known of
 PRIOR_TRIALS = 2.0  # how many observed drafts that belief is worth
 DECAY = 0.95  # of what was observed, a draft: the last 20 count
 IDLE_DECAY = 0.98  # of what was observed, a step without a draft: after about 50 it is worth another try
-SEARCH_S = 4e-5  # of the host, for the drafts of a sequence without the draft model: see repeats.WINDOW
+SEARCH_S = 4e-5  # of the host, for the drafts of a sequence, before that is measured: see repeats.WINDOW
 PROBE_STEPS = 32
 PROBE_LENGTHS = (1, 2, 4, 8)  # in turn: each measures another size of forwards; only from 2 on the draft model's
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # rows of a forward are counted as the next larger of these
@@ -127,7 +127,8 @@ class Candidate:
     is_free: bool = False  # drafted without the draft model
     num_behind: int = 0  # positions that the draft model computes before its first draft; this step's share of them
     probe: int = 0  # drafts to make at least, whatever they cost
-    nodes: Sequence[tuple[float, bool]] = ()  # of a tree, see trees.py: `list_nodes`; none: drafts are a chain
+    nodes: Sequence[tuple[float, bool]] = ()  # of a tree, see `Branches.list_nodes`; none: drafts are a chain
+    search_s: float = 0.0  # of the host, for its drafts
 
     def node(self, number: int) -> tuple[float, bool]:
         """The chance that the n-th draft is right, and whether it needs a forward of what drafts."""
@@ -162,13 +163,14 @@ def _choose(candidates: Sequence[Candidate], other_rows: int, costs: Costs) -> t
     for depth in range(1, MAX_DRAFT_TOKENS + 1):
         before = rows
         for is_free in (True, False):
-            draft, search_s = None if is_free else costs.draft, SEARCH_S if is_free and depth == 1 else 0.0
+            draft, search_s = None if is_free else costs.draft, 0.0
             group = _rank(candidates, lengths, depth, is_free)
             # Add the first ones, as many as give the most tokens per second.
             all_tokens, base_s, draft_rows, num_best = tokens, seconds, 0, 0
-            for count, (gain, num_rows, _) in enumerate(group, start=1):
+            for count, (gain, num_rows, i) in enumerate(group, start=1):
                 all_tokens, draft_rows = all_tokens + gain, draft_rows + num_rows
-                drafting_s = draft.seconds(draft_rows) if draft else count * search_s
+                search_s += candidates[i].search_s if depth == 1 else 0.0
+                drafting_s = search_s + (draft.seconds(draft_rows) if draft else 0.0)
                 all_s = base_s + costs.step.seconds(rows + count) - costs.step.seconds(rows) + drafting_s
                 if all_s > most_s:
                     break

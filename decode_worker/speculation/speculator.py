@@ -15,6 +15,7 @@ from decode_worker.interfaces import Drafts
 from decode_worker.speculation.drafters import Drafter, NgramDrafter, Wanted, build_drafter
 from decode_worker.speculation.lengths import (
     NEWEST_SHARE,
+    SEARCH_S,
     Acceptance,
     Candidate,
     CostMeter,
@@ -22,7 +23,7 @@ from decode_worker.speculation.lengths import (
     choose_lengths,
     probe_length,
 )
-from decode_worker.speculation.trees import MOST_BRANCHES, Branches, Choices, list_nodes
+from decode_worker.speculation.trees import MOST_BRANCHES, Branches, Choices
 from engine.batch import ForwardRow
 from engine.cuda.graph_shapes import Shape
 from engine.engine import Engine
@@ -62,6 +63,7 @@ class Speculator(Drafts):
         self._drafters = drafters
         self._meter = meter
         self._failing = set[str]()  # drafters whose last drafts failed
+        self._search_s: dict[str, float] = {}  # of the host, by drafter, for the drafts of a sequence
         self._speculate = speculate
         self._max_draft_tokens = max_draft_tokens
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
@@ -119,7 +121,7 @@ class Speculator(Drafts):
         nodes: list[tuple[float, bool]] = []
         if most and branches is not None:  # as wide as it may be
             most, most_depth = most_drafts(sequence), most
-            nodes = list_nodes(most, rate, branches, most_depth)
+            nodes = branches.list_nodes(most, rate, most_depth)
             most = len(nodes)
         return Candidate(
             rate,
@@ -128,6 +130,7 @@ class Speculator(Drafts):
             -(-(num_behind or 0) // num_left),
             probe_length(num_steps) if sequence.params.probes else 0,
             nodes,
+            self._search_s.get(sequence.params.drafter, SEARCH_S),
         )
 
     def _find_branches(self, drafter: Drafter | None) -> Branches | None:
@@ -139,7 +142,8 @@ class Speculator(Drafts):
         return self._find_branches(drafter) if num_answers <= MOST_FORKING else None
 
     def _rate(self, sequence: Sequence) -> float:
-        return self._acceptance.get(sequence, Acceptance()).rate
+        """To 2 %, so that many plan the same trees."""
+        return round(self._acceptance.get(sequence, Acceptance()).rate * 50) / 50
 
     def needs_device(self, planned: Seq[ScheduledSequence]) -> bool:
         following = [name for name, drafter in self._drafters.items() if drafter.reads_prompts]
@@ -151,6 +155,7 @@ class Speculator(Drafts):
             mine = [step for step in planned if step.sequence.params.drafter == name]
             if not mine:
                 continue
+            started, drafter.forwards_s = time.perf_counter(), 0.0
             try:
                 answers = drafter.propose([self._want(step, drafter, len(planned)) for step in mine])
             except Exception as error:
@@ -160,6 +165,10 @@ class Speculator(Drafts):
                 self._failing.add(name)
                 continue
             self._failing.discard(name)
+            if num_drafted := sum(bool(step.num_drafts) for step in mine):
+                host_s = max(time.perf_counter() - started - drafter.forwards_s, 0.0) / num_drafted
+                known_s = self._search_s.get(name, SEARCH_S)
+                self._search_s[name] = known_s + NEWEST_SHARE * (host_s - known_s)
             for step, draft in zip(mine, answers, strict=True):
                 step.drafts, step.parents, step.draft_lead = draft.token_ids, draft.parents, draft.lead
                 if draft.choices is not None:

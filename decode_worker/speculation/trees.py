@@ -15,6 +15,7 @@ MOST_BRANCHES = 4  # children of a node
 PRIOR_SHARES = (0.3, 0.15, 0.1)  # of the cases in which the first choice is wrong, those in which others are right
 PRIOR_TRIALS = 10.0  # how many observations that belief is worth
 DECAY = 0.998  # of what was observed, an observation: the last 500 count
+KEPT_NOTES = 128  # observations for which trees are planned as before them: to plan one takes 50 us
 
 Path = tuple[int, ...]
 Choices = Callable[[Sequence[int]], Sequence[int]]
@@ -29,12 +30,28 @@ class Branches:
         self.go_on = go_on
         self._tried = [PRIOR_TRIALS] * MAX_DRAFT_TOKENS
         self._right = [[share * PRIOR_TRIALS for share in PRIOR_SHARES] for _ in self._tried]
+        self._num_notes = 0
+        self._planned: dict[tuple[int, float, int], list[tuple[float, bool]]] = {}  # see `list_nodes`
 
     def note(self, depth: int, branch: int | None) -> None:
         """After `depth` right drafts the first choice was wrong; `branch` was right, or none of those that count."""
         self._tried[depth] = self._tried[depth] * DECAY + 1
         for at, right in enumerate(self._right[depth], 1):
             self._right[depth][at - 1] = right * DECAY + (at == branch)
+        self._num_notes += 1
+        if self._num_notes % KEPT_NOTES == 0:
+            self._planned.clear()
+
+    def list_nodes(self, count: int, acceptance: float, most_depth: int) -> list[tuple[float, bool]]:
+        """The first `count` nodes: the chance of each to be right, and whether it is the first of its depth."""
+        key = count, acceptance, most_depth
+        if (found := self._planned.get(key)) is None:
+            found, depth = [], 0
+            for chance, path in islice(grow(acceptance, self, lambda path: len(path) <= most_depth), count):
+                found.append((chance, len(path) > depth))
+                depth = max(depth, len(path))
+            self._planned[key] = found
+        return found
 
     def rate(self, depth: int, branch: int, acceptance: float) -> float:
         """The chance that a branch after `depth` right drafts is right."""
@@ -61,18 +78,9 @@ def grow(
             heappush(waiting, (-own, (*path[:-1], branch), parents))
 
 
-def list_nodes(count: int, acceptance: float, branches: Branches, most_depth: int) -> list[tuple[float, bool]]:
-    """The first `count` nodes: the chance of each to be right, and whether it is the first of its depth."""
-    found, depth = list[tuple[float, bool]](), 0
-    for chance, path in islice(grow(acceptance, branches, lambda path: len(path) <= most_depth), count):
-        found.append((chance, len(path) > depth))
-        depth = max(depth, len(path))
-    return found
-
-
 def find_depth(count: int, acceptance: float, branches: Branches, most_depth: int) -> int:
     """The depth of the tree of the first `count` nodes."""
-    return sum(is_first for _, is_first in list_nodes(count, acceptance, branches, most_depth))
+    return sum(is_first for _, is_first in branches.list_nodes(count, acceptance, most_depth))
 
 
 def plant(count: int, acceptance: float, branches: Branches, choices: Choices) -> tuple[list[int], list[int]]:

@@ -2,13 +2,14 @@
 
     demand of prefill = tokens placed a second / what a worker computes a second    [workers]
     demand of decode  = answers that are under way / places of a worker             [workers]
-    each + what waits for it, as if it were to be done within HORIZON_S, up to as many workers as may change at once
+    each + what waits for it, as if it were to be done within HORIZON_S, up to as many workers as may change at once;
+    requests for which no place is free count as one at least
 
 A worker's places are those that it says, or as many as its pages hold of what runs now. The workers are divided like
 the demand, those of each revision alike. What keeps that calm: demand is averaged over MEAN_S; one worker changes at a
 time, of many a share of CHANGING, if the division is off by more than SLACK of that for HOLD_S, and REST_S after the
-last change; nothing changes while most is idle and nobody waits. Of each revision there is always one of each role, if
-need be by a worker that takes both.
+last change; nothing changes while most is idle, and less waits for the role than a worker's work. Of each revision
+there is always one of each role, if need be by a worker that takes both.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,16 +109,17 @@ class RoleBalance:
         groups = [Group([v for v in workers if v.revision == name]) for name in sorted({v.revision for v in workers})]
         num_all = sum(group.size for group in groups)
         step = max(CHANGING * num_all, 1.0)
-        demand = self._find_demand([view for view in workers if view.is_alive], seen, step, now)
+        waits = self._find_waits([view for view in workers if view.is_alive], seen, now)
+        demand = {role: max(self._demand[role], 0.0) + min(waits[role], step) for role in ROLES}
         if missing := [change for group in groups if (change := group.find_missing()) is not None]:
             return missing
         if changes := [change for group in groups for change in group.drop_roles(demand)][: int(step)]:
             return changes
         lacking = _find_lacking(demand, sum(len(group.open["prefill"]) for group in groups), num_all)
-        if (not seen.num_waiting and sum(demand.values()) < BUSY * num_all) or abs(lacking) <= SLACK * step:
+        short: Role = "prefill" if lacking > 0 else "decode"
+        if abs(lacking) <= SLACK * step or (sum(demand.values()) < BUSY * num_all and waits[short] < 1):
             self._short = None
             return []
-        short: Role = "prefill" if lacking > 0 else "decode"
         if short != self._short:
             self._short, self._short_since = short, now
         if now - self._changed_at < REST_S or now - self._short_since < HOLD_S:
@@ -127,10 +129,8 @@ class RoleBalance:
             self._changed_at, self._short = now, None
         return changes
 
-    def _find_demand(
-        self, alive: Sequence[WorkerView], seen: Seen, most_waiting: float, now: float
-    ) -> Mapping[Role, float]:
-        """The demand for each role in workers, with what waits, up to so many."""
+    def _find_waits(self, alive: Sequence[WorkerView], seen: Seen, now: float) -> Mapping[Role, float]:
+        """What waits for each role, in workers; and follow the demand without that."""
         passed_s = 0.0 if self._looked_at is None else now - self._looked_at
         speeds = [view.tokens_per_s for view in alive if view.tokens_per_s]
         speed = sum(speeds) / len(speeds) if speeds else 0.0
@@ -146,11 +146,10 @@ class RoleBalance:
         is_decode_full = all(view.is_full or view.num_running >= places for view in decodes)
         tokens = sum(view.tokens_waiting for view in alive if view.role == "prefill")
         tokens += 0 if is_decode_full else seen.tokens_waiting
-        waits: dict[Role, float] = {
+        return {
             "prefill": tokens / speed / HORIZON_S if speed else 0.0,
-            "decode": seen.num_waiting / places if is_decode_full else 0.0,
+            "decode": max(seen.num_waiting / places, 1.0) if is_decode_full and seen.num_waiting else 0.0,
         }
-        return {role: max(self._demand[role], 0.0) + min(waits[role], most_waiting) for role in ROLES}
 
 
 def _find_places(decodes: Sequence[WorkerView]) -> float:

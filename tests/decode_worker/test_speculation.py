@@ -101,6 +101,14 @@ def test_drafts_at_most_double_a_step_of_several_answers() -> None:
     assert lengths[0] == 0 and sum(lengths) >= 14 and curve.seconds(8 + sum(lengths)) <= 2.0
 
 
+def test_what_the_host_takes_for_drafts_counts() -> None:
+    def lengths(search_s: float) -> list[int]:
+        return choose_lengths([Candidate(0.8, 8, search_s=search_s)] * 2, 0, Costs(FLAT, CHEAP_DRAFT))
+
+    assert lengths(0.0) == lengths(1e-3) != [0, 0]
+    assert lengths(9.0) == [0, 0]
+
+
 CANDIDATES = st.builds(
     Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans(), st.integers(0, 300), st.integers(0, 8)
 )

@@ -21,7 +21,7 @@ from decode_worker.speculation.drafters import (
 )
 from decode_worker.speculation.lengths import Candidate, CostCurve, CostMeter, Costs, choose_lengths
 from decode_worker.speculation.repeats import LONGEST_MATCH, SHORTEST_MATCH, find_repeats
-from decode_worker.speculation.trees import MOST_BRANCHES, Branches, find_depth, grow, list_nodes, plant
+from decode_worker.speculation.trees import MOST_BRANCHES, Branches, find_depth, grow, plant
 from engine.compose import find_why_chains
 from engine.engine import Engine
 from engine.trees import DraftTree
@@ -228,7 +228,7 @@ def test_nodes_come_by_their_chances_each_behind_its_parent() -> None:
 @given(st.floats(0.01, 0.99), st.integers(1, 16), st.integers(1, 5))
 def test_the_nodes_that_are_planned_are_those_that_are_drafted(acceptance: float, count: int, depth: int) -> None:
     branches = Branches()
-    nodes = list_nodes(count, acceptance, branches, depth)
+    nodes = branches.list_nodes(count, acceptance, depth)
     options = [[10 * at + branch for branch in range(MOST_BRANCHES)] for at in range(depth)]
     drafts, parents = plant(
         count, acceptance, branches, lambda drafted: options[len(drafted)] if len(drafted) < depth else ()
@@ -251,7 +251,7 @@ def test_a_tree_shrinks_to_a_chain_and_then_to_nothing() -> None:
 
     def count(slope: float, num_answers: int) -> int:
         rows = CostCurve(((1, 1.0), (16, 1.0 + 15 * slope), (256, 1.0 + 255 * slope)))
-        nodes = list_nodes(12, 0.6, Branches(), 4)
+        nodes = Branches().list_nodes(12, 0.6, 4)
         candidates = [Candidate(0.6, 12, nodes=nodes)] * num_answers
         return sum(choose_lengths(candidates, 0, Costs(rows, None))) // num_answers
 

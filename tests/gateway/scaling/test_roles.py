@@ -87,7 +87,7 @@ def test_requests_that_wait_for_answers_places_get_them_from_idle_workers() -> N
     workers.running = {"W0": 10}
     assert follow(workers, RoleBalance(), 60, 100.0, 10) == [], "nobody waits"
     follow(workers, RoleBalance(), 60, 100.0, 10, num_waiting=30)
-    assert workers.count("decode") > 3
+    assert workers.count("decode") == 2, "with which none is full"
 
 
 def test_places_are_those_that_the_pages_hold() -> None:
