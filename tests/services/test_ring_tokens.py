@@ -128,6 +128,11 @@ def test_alone(surface: Surface, oracle: Oracle, way: Way) -> None:
         assert answer == oracle.answer(prompt, 20, guess=answer), f"prompt of {length} tokens"
 
 
+def until_image(answer: list[int]) -> list[int]:
+    """With the first id that stands for images, if the model writes one: transformers reads it as padding then."""
+    return answer[: answer.index(IMAGE) + 1] if IMAGE in answer else answer
+
+
 def test_in_a_batch_of_mixed_lengths(surface: Surface, oracle: Oracle, live: Live, way: Way) -> None:
     """Each of 16 requests starts once an earlier one has its first tokens, so the batch keeps changing."""
     least = LONGROPE_ORIGINAL + 1 if way.shape["family"] == "phi4_mini" else 1  # see above
@@ -145,7 +150,7 @@ def test_in_a_batch_of_mixed_lengths(surface: Surface, oracle: Oracle, live: Liv
         answers = list(threads.map(run, range(len(prompts))))
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         expected = oracle.answer(prompt, 5 + 3 * index, guess=answer)
-        assert answer == expected, f"request {index} of {len(prompt)} prompt tokens"
+        assert until_image(answer) == until_image(expected), f"request {index} of {len(prompt)} prompt tokens"
     assert live.metric("decode-0", "prompt_tokens_total") == 0, "decode prefilled something by itself"
 
 
