@@ -137,8 +137,9 @@ class ModelDrafter(Drafter):
         if late:
             started = time.perf_counter()
             self._runner.launch(late).collect()
-            self.forwards_s += time.perf_counter() - started
-            self._chunks.note_step(0, sum(part.count for part in late), self.forwards_s)
+            taken = time.perf_counter() - started
+            self.forwards_s += taken
+            self._chunks.note_step(0, sum(part.count for part in late), taken)
         drafts = self._run_ahead([wanted[i] for i in ready])
         for i, token_ids in zip(ready, drafts, strict=True):
             answers[i] = Draft(token_ids, lead=wanted[i].count - 1)

@@ -211,7 +211,7 @@ class Fleet:
         return [*self.prefill.values(), *self.decode.values()]
 
     def views(self) -> Sequence[WorkerView]:
-        """Of all workers, each once; not kept where it has parts."""
+        """Views of all workers, each worker once. Only of a fleet without parts."""
         self._refresh()
         return [*filter(None, self._views.values())]
 

@@ -130,7 +130,7 @@ class RoleBalance:
         return changes
 
     def _find_waits(self, alive: Sequence[WorkerView], seen: Seen, now: float) -> Mapping[Role, float]:
-        """What waits for each role, in workers; and follow the demand without that."""
+        """Update the demand; returns what waits for each role beside it, in workers."""
         passed_s = 0.0 if self._looked_at is None else now - self._looked_at
         speeds = [view.tokens_per_s for view in alive if view.tokens_per_s]
         speed = sum(speeds) / len(speeds) if speeds else 0.0

@@ -132,7 +132,7 @@ class SimGateway(Process):
 
     @property
     def num_requests(self) -> int:
-        """That are not over, at most."""
+        """Requests that are not over, at most."""
         return len(self.tasks)
 
     def check_end(self) -> None:

@@ -25,7 +25,7 @@ from tests.support.virtual_fleet import HEARTBEAT_S, VirtualFleet, virtual_fleet
 
 
 def names(worker: FakeDecode) -> list[str]:
-    """Of the requests that came to a worker, in order."""
+    """Names of the requests that came to a worker, in order."""
     return [one.request.request_id for one in worker.sessions]
 
 

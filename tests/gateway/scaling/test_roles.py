@@ -17,7 +17,7 @@ SPEED = 1000.0  # prompt tokens that a worker computes a second
 
 
 class Workers:
-    """Of both roles: name |-> the open ones."""
+    """Workers of both roles: name |-> its open roles."""
 
     def __init__(self, *roles: Iterable[Role]) -> None:
         self.open = {f"W{number}": tuple(some) for number, some in enumerate(roles)}
