@@ -65,6 +65,7 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    gc.set_threshold(10_000, 20, 20)  # tests make objects by the thousand, and Hypothesis listens to each collection
     spare_what_is_here()  # pytest's own collections at the end skip it, too
 
 

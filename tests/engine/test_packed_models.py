@@ -16,6 +16,7 @@ from engine.layers.linear import WidenedLinear
 from engine.weights import folders
 from engine.weights.folders import CannotShareError
 from tests.support.checkpoints import write_checkpoint
+from tests.support.forks import ForkedCode
 from tests.support.instruction_sets import no_compiler
 
 __all__ = ["no_compiler"]  # a fixture
@@ -112,7 +113,7 @@ def test_processes_that_start_at_once_pack_once(tmp_path: Path) -> None:
     )
 
     def start(how: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", script, tmp_path, how], stdout=subprocess.PIPE, text=True)
+        return ForkedCode([sys.executable, "-c", script, tmp_path, how], stdout=subprocess.PIPE, text=True)
 
     first = start("hang")
     assert first.stdout is not None and first.stdout.readline() == "packs\n"

@@ -23,7 +23,7 @@ from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, Told, num_
 
 NUM_TURNS = 4
 NEW_TOKENS, ANSWER_TOKENS = 60, 12  # per turn
-NUM, NUM_TOKENS = 4, 200  # long enough that work is left when a test looks, on any machine
+NUM, NUM_TOKENS, NUM_PROMPT = 4, 200, 1000  # long enough that work is left when a test looks, on any machine
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +124,13 @@ def send_decodes(live: Live, number: signal.Signals) -> None:
 
 def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
     """No attempt fails because of it, except those that the worker refuses from then on."""
-    expected = answers(ask_several(live, NUM, 4, 2500))
+    expected = answers(ask_several(live, NUM, 4, NUM_PROMPT))
     asking = list[Asking]()
 
     def has_work() -> bool:
         """No decode worker runs then, so the work cannot finish."""
         if all(one.is_over for one in asking):
-            asking.extend(ask(live, 2500, 4, seed, 2 * WAIT_S) for seed in range(NUM))
+            asking.extend(ask(live, NUM_PROMPT, 4, seed, 2 * WAIT_S) for seed in range(NUM))
         if not uses_pages(live, "prefill-0"):
             return False
         send_decodes(live, signal.SIGSTOP)

@@ -52,11 +52,10 @@ def switch(fleet: ProcessFleet, count: int, pause_s: float, seed: int) -> int:
     return changed
 
 
-def run_under_load(fleet: ProcessFleet, num_switches: int, pause_s: float, seed: int) -> Tally:
+def run_under_load(
+    fleet: ProcessFleet, cases: "queue.SimpleQueue[Case]", num_switches: int, pause_s: float, seed: int
+) -> Tally:
     """Streams one after the other, from start to end, while roles change."""
-    cases: queue.SimpleQueue[Case] = queue.SimpleQueue()
-    for case in build_cases(fleet, NUM_STREAMS, seed=3):
-        cases.put(case)
     tally, until = Tally(), time.monotonic() + num_switches * pause_s
     clients = [threading.Thread(target=keep_asking, args=(fleet, cases, tally, until)) for _ in range(NUM_STREAMS)]
     for client in clients:
@@ -69,8 +68,11 @@ def run_under_load(fleet: ProcessFleet, num_switches: int, pause_s: float, seed:
 
 
 def test_roles_change_under_load_and_answers_are_right(fleet: ProcessFleet) -> None:
+    cases: queue.SimpleQueue[Case] = queue.SimpleQueue()
+    for case in build_cases(fleet, NUM_STREAMS, seed=3):
+        cases.put(case)
     for seed in range(MOST_ROUNDS):  # a busy machine answers few requests between two changes
-        tally = run_under_load(fleet, NUM_SWITCHES, 1.0, seed)
+        tally = run_under_load(fleet, cases, NUM_SWITCHES, 1.0, seed)
         assert set(tally.outcomes) == {"right"}, (tally.outcomes, tally.complaints)
         fleet.wait_until_unused(UNUSED_S)
         offered, answered = (

@@ -107,12 +107,20 @@ class ForkedReaders(ForkedPopen):
     modules = READERS
 
 
+class ForkedCode(ForkedPopen):
+    """`python -c CODE WORDS`, of a test that says so."""
+
+    modules = ("-c",)
+
+
 def find_words(args: Any, modules: Iterable[str] = ForkedPopen.modules) -> list[str] | None:
-    """The module and its arguments, of a command that is forked, or the code of a test process."""
+    """The module and its arguments, of a command that is forked, or the code of a test process; or -c and code."""
     if isinstance(args, (str, bytes)) or args[0] != sys.executable or sys.platform != "linux":
         return None
-    if "-m" not in args:
-        return list(args[-1:]) if args[-1] == TEST_PROCESS else None
+    if args[-1] == TEST_PROCESS:
+        return [TEST_PROCESS]
+    if args[1] == "-c" or "-m" not in args:
+        return list(args[1:]) if args[1] in modules else None
     words = list(args[args.index("-m") + 1 :])
     return words if words[0] in modules else None
 
@@ -207,7 +215,7 @@ def _fork_template(fds: Iterable[int]) -> Template:
 
 def _run(start: Start) -> NoReturn:
     """As `python -m`, to the end of the process; but it frees nothing, which would copy the pages that it shares."""
-    words = find_words(start.words)
+    words = find_words(start.words, (*ForkedPopen.modules, *ForkedCode.modules))
     assert words is not None
     if words[0] not in CHILDREN:  # these start no others
         ForkedPopen.template = _fork_template(start.fds)
@@ -220,7 +228,10 @@ def _run(start: Start) -> NoReturn:
     if words[1:2] == ["gateway"] or words[0].startswith("gateway."):
         _forget_torch()
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if words[0] == "-c":
+            exec(words.pop(1), {"__name__": "__main__"})  # noqa: S102  as Python would
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         _end(end.code if isinstance(end.code, int) else int(end.code is not None))
     except BaseException:

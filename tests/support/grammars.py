@@ -1,7 +1,7 @@
 """Grammars for tests, compiled in the test's own process: no limits, no wait for a compiler process."""
 
 import random
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ def text_of(tokens: list[int]) -> str:
     return Tokenizer(TARGET_DIR).decode(tokens)
 
 
+@lru_cache(256)  # tests walk a grammar many times, and to compile one takes 10 ms or more
 def compile_here(kind: str, text: str, words: Vocabulary) -> LoadedGrammar:
     return LoadedGrammar(compile_text(kind, text, words.info), words, words.text_mask(kind, text))
 

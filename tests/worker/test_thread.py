@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forks import ForkedCode
 from tests.support.live import START_S
 from worker.thread import EngineThread, Progress, call_in_thread
 
@@ -125,7 +126,7 @@ def test_a_process_ends_with_its_engine_even_if_nothing_takes_its_words() -> Non
     script = "import time; from worker.thread import EngineThread; EngineThread(lambda: 1 / 0).start(); time.sleep(600)"
     with Path("/dev/full").open("w") as full:
         outs: tuple[Any, ...] = (subprocess.PIPE, full)
-        begun = [subprocess.Popen([sys.executable, "-c", script], stdout=out, stderr=full, text=True) for out in outs]
+        begun = [ForkedCode([sys.executable, "-c", script], stdout=out, stderr=full, text=True) for out in outs]
         said = [process.communicate(timeout=START_S)[0] for process in begun]
     assert [process.returncode for process in begun] == [1, 1] and "ZeroDivisionError" in said[0]
 
@@ -141,8 +142,10 @@ while True:
     with thread.lock:
         time.sleep(0.01)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=START_S)
-    assert done.returncode == 1 and "(--stall-s 0.05)" in done.stdout + done.stderr
+    pipe = subprocess.PIPE
+    with ForkedCode([sys.executable, "-c", script], stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        said, _ = process.communicate(timeout=START_S)
+    assert process.returncode == 1 and "(--stall-s 0.05)" in said
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ TOOLS = (
         {"properties": {"said": {"type": "string", "pattern": '^say "[a-z]{1,5}"\n?$'}}, "required": ["said"]},
     ),
 )
+VALIDATORS = {tool.name: jsonschema.Draft202012Validator(tool.schema) for tool in TOOLS}
 STRICT = tuple(replace(tool, is_strict=True) for tool in TOOLS)
 WALKS = 12
 
@@ -134,7 +135,7 @@ def check_calls(calls: Sequence[tuple[str, str]]) -> None:
     for name, arguments in calls:
         value = json.loads(arguments)
         assert isinstance(value, dict)
-        jsonschema.validate(value, {tool.name: tool.schema for tool in TOOLS}[name])
+        VALIDATORS[name].validate(value)
 
 
 def grammar_of(use: ToolUse, answer: Grammar | None = None) -> Grammar:
