@@ -86,14 +86,14 @@ def find_instruction_set() -> str:
         return runnable_instruction_sets()[-1]
     if name not in INSTRUCTION_SETS:
         raise BuildError(f"{ISA}={name} is not known: {', '.join(INSTRUCTION_SETS)}")
-    if missing := [flag for flag in INSTRUCTION_SETS[name].needs.split() if flag not in _cpu_flags()]:
+    if missing := [flag for flag in INSTRUCTION_SETS[name].needs.split() if flag not in cpu_flags()]:
         raise BuildError(f"{ISA}={name} needs a CPU with {', '.join(missing)}: unset it, or choose another")
     return name
 
 
 def runnable_instruction_sets() -> list[str]:
     """The names of the sets that this CPU can run."""
-    flags = _cpu_flags()
+    flags = cpu_flags()
     return [name for name, isa in INSTRUCTION_SETS.items() if flags.issuperset(isa.needs.split())]
 
 
@@ -173,7 +173,7 @@ def _cpu_features() -> str:
     return (
         platform.machine()
         + "".join(sorted({line for line in _cpu_lines() if line.startswith("model name")}))
-        + (" ".join(sorted(_cpu_flags())))
+        + (" ".join(sorted(cpu_flags())))
     )
 
 
@@ -186,7 +186,7 @@ def _cpu_lines() -> list[str]:
 
 
 @cache
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """Extensions of the instruction set, as Linux names them."""
     names = ("flags", "Features", "CPU part")
     return frozenset(word for line in _cpu_lines() if line.startswith(names) for word in line.split(":")[1].split())

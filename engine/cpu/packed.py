@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from engine.adapters.linear import interleave_panels
 from engine.cpu import cpu_adapters
-from engine.cpu.build import BuildError, load_kernel
+from engine.cpu.build import BuildError, cpu_flags, load_kernel
 from engine.cpu.cache import Weights
 from engine.cpu.cpu_math import choose_math
 from engine.layers.linear import Embedding
@@ -30,6 +30,7 @@ TIMED_SIZE = 2048  # outputs and depth of the products that are timed
 FROM_ROWS = {128: 32, 8: 4, 1: 1}  # rows that are timed |-> the range that they stand for begins here
 CLEARLY = 1.25  # times as fast: a difference that other work on the machine does not make
 TRIES = 3
+BFLOAT16_FLAGS = frozenset(("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"))  # instructions, as Linux names them
 
 
 class Epilogue(IntEnum):
@@ -276,8 +277,11 @@ class PackedEmbedding(Embedding):
 def choose_torch_rows() -> int:
     """From how many rows on torch's product, with unpacking, is clearly faster than the kernel; NEVER as a rule.
 
-    It happens where torch uses instructions that the compiler does not know, such as AMX with GCC 10.
+    It happens where torch uses instructions that the compiler does not know, such as AMX with GCC 10. A CPU without any
+    for bfloat16 is not timed: that takes each worker half a second.
     """
+    if (flags := cpu_flags()) and flags.isdisjoint(BFLOAT16_FLAGS):
+        return NEVER
     matrix = pack(torch.randn(TIMED_SIZE, TIMED_SIZE, dtype=torch.bfloat16))
     kernel, by_torch = PackedLinear(matrix), PackedLinear(matrix, torch_rows=0)
     chosen = NEVER

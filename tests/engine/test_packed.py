@@ -282,4 +282,11 @@ def test_torch_multiplies_where_it_is_clearly_faster(
 ) -> None:
     taken = cycle([torch_s, kernel_s])
     monkeypatch.setattr(packed, "time_best", lambda call: (call(), next(taken))[1])
+    monkeypatch.setattr(packed, "cpu_flags", lambda: frozenset({"avx2", "amx_bf16"}))
     assert packed.choose_torch_rows.__wrapped__() == rows
+
+
+def test_a_cpu_without_bfloat16_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "time_best", lambda call: pytest.fail("it was timed"))
+    monkeypatch.setattr(packed, "cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
+    assert packed.choose_torch_rows.__wrapped__() == NEVER

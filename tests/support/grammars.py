@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_worker.grammar.bindings import compile_text
+from decode_worker.grammar.bindings import CompiledGrammar, compile_text
 from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
 from demo.paths import TARGET_DIR
@@ -30,9 +30,13 @@ def text_of(tokens: list[int]) -> str:
     return Tokenizer(TARGET_DIR).decode(tokens)
 
 
-@lru_cache(256)  # tests walk a grammar many times, and to compile one takes 10 ms or more
 def compile_here(kind: str, text: str, words: Vocabulary) -> LoadedGrammar:
-    return LoadedGrammar(compile_text(kind, text, words.info), words, words.text_mask(kind, text))
+    return LoadedGrammar(_compile(kind, text, words), words, words.text_mask(kind, text))
+
+
+@lru_cache(256)  # tests walk a grammar many times, and to compile one takes 10 ms or more
+def _compile(kind: str, text: str, words: Vocabulary) -> CompiledGrammar:
+    return compile_text(kind, text, words.info)
 
 
 def allowed_in(row: NDArray[np.int32]) -> list[int]:
