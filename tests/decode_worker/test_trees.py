@@ -29,6 +29,7 @@ from gateway.text.tokenizer import Tokenizer
 from tests.decode_worker.test_draft_heads import ask
 from tests.decode_worker.test_draft_heads import build as build_small
 from tests.decode_worker.test_speculation_equality import build, build_params, build_requests
+from tests.support.combinations import combination
 from tests.support.decoding import Answers, TreeDrafter, build_eager_speculator, build_forking_speculator, decode
 from tests.support.draft_heads import Head, write_eagle3, write_medusa, write_medusa_oracle, write_oracle, write_target
 from tests.support.grammars import compile_here, vocabulary
@@ -72,8 +73,10 @@ def test_answers_with_trees_are_those_without(engine: Engine, tokenizer: Tokeniz
     assert drafter.num_forked > 30 and drafted.num_accepted == drafter.num_right > 50
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("num_pages", [600, 32], ids=["", "preemption"])
+@pytest.mark.parametrize(
+    ("temperature", "num_pages"),
+    [(0.0, 600), combination(0.5, 600), combination(1.0, 600), combination(0.0, 32), combination(0.5, 32), (1.0, 32)],
+)
 def test_trees_with_grammars_penalties_and_choices_of_a_prompt(
     engine: Engine, tokenizer: Tokenizer, temperature: float, num_pages: int
 ) -> None:

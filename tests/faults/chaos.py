@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.support.asking import Asking, draw_salt
 from tests.support.fleet import ProcessFleet, run_fleet
 
 VOCAB = 300  # prompts of token ids below this
+PROMPTS, ANSWERS = (20, 100, 400, 1500), (40, 150, 400)  # tokens
 HANG_S = 60.0  # longest allowed pause between messages
 TOO_LONG_S = 5 * HANG_S  # for a whole answer that arrives slowly
 KILL_EVERY_S = 5.0
@@ -71,13 +73,15 @@ def judge(case: Case, asking: Asking) -> str:
     return "right" if len(asking.tokens) == len(case.answer) else "short"
 
 
-def build_cases(fleet: ProcessFleet, count: int, seed: int) -> list[Case]:
-    """Requests of mixed lengths, answered before any disturbance."""
+def build_cases(
+    fleet: ProcessFleet, count: int, seed: int, prompts: Sequence[int] = PROMPTS, answers: Sequence[int] = ANSWERS
+) -> list[Case]:
+    """Requests of mixed lengths, which are drawn from `prompts` and `answers`, answered before any disturbance."""
     dice = random.Random(seed)
-    sizes = [(dice.choice((20, 100, 400, 1500)), dice.choice((40, 150, 400))) for _ in range(count)]
-    prompts = [tuple(dice.randrange(6, VOCAB) for _ in range(num_prompt)) for num_prompt, _ in sizes]
+    sizes = [(dice.choice(prompts), dice.choice(answers)) for _ in range(count)]
+    drawn = [tuple(dice.randrange(6, VOCAB) for _ in range(num_prompt)) for num_prompt, _ in sizes]
     cases = []
-    for prompt, (_, num_tokens) in zip(prompts, sizes, strict=True):
+    for prompt, (_, num_tokens) in zip(drawn, sizes, strict=True):
         asking = Asking(fleet.grpc_address, prompt, num_tokens).finish()
         assert asking.code is None, asking.detail
         cases.append(Case(prompt, tuple(asking.tokens)))

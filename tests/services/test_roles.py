@@ -19,6 +19,7 @@ from tests.support.fleet import Process, ProcessFleet, run_fleet
 from tests.support.live import HTTP_S, wait_until
 
 NUM_WORKERS, NUM_STREAMS, NUM_SWITCHES, MOST_ROUNDS = 3, 6, 6, 5
+PAUSE_S = 1.0  # between two changes
 ROLES = ("prefill", "decode")
 SHAPES = [("prefill",), ("decode",), ROLES]
 CALL_S, UNUSED_S = 10.0, 60.0
@@ -69,10 +70,10 @@ def run_under_load(
 
 def test_roles_change_under_load_and_answers_are_right(fleet: ProcessFleet) -> None:
     cases: queue.SimpleQueue[Case] = queue.SimpleQueue()
-    for case in build_cases(fleet, NUM_STREAMS, seed=3):
+    for case in build_cases(fleet, NUM_STREAMS, 3, (20, 100, 400), (20, 60)):
         cases.put(case)
     for seed in range(MOST_ROUNDS):  # a busy machine answers few requests between two changes
-        tally = run_under_load(fleet, cases, NUM_SWITCHES, 1.0, seed)
+        tally = run_under_load(fleet, cases, NUM_SWITCHES, PAUSE_S, seed)
         assert set(tally.outcomes) == {"right"}, (tally.outcomes, tally.complaints)
         fleet.wait_until_unused(UNUSED_S)
         offered, answered = (
