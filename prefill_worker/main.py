@@ -16,12 +16,15 @@ from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc, worker_pb2_grpc
 from runtime.config import PrefillConfig
+from runtime.hardware import give_way
 from worker import process
 from worker.compose import build_features, compose_budget
 from worker.loop import StepExtras, WorkerLoop
 from worker.peers.kv_peers import KVPeers
 from worker.role import Role, Worker
 from worker.sequences import ScheduledSequence, Update
+
+NICE = 10  # of a worker whose model only reads: streams on the same cores go first
 
 StartedT = TypeVar("StartedT", Launched, Begun)
 
@@ -51,6 +54,8 @@ class PrefillRole(Role):
             runner = BothRunners(engine.runner, engine.draft_runner)
         budget = compose_budget(engine, config.chunk_tokens, "--chunk-tokens")
         texts = EmbeddedTexts(engine.pooled)
+        if texts.embeds and engine.rows.device.type == "cpu":
+            give_way(NICE)
         extras = DraftKv() if engine.pooled is None else texts
         self.loop = WorkerLoop(
             extras, scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead

@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -70,6 +71,13 @@ def wait_without_spinning() -> None:
     if os.environ.get(CPU_ISA, "").startswith("avx2"):
         os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+
+def give_way(nice: int) -> None:
+    """On Linux: this process's threads, and those that they start, leave the cores to others that want them too."""
+    for thread in (PROC / "task").glob("*"):
+        with suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
 
 
 def available_memory_bytes() -> int:

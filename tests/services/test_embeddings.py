@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import ollama
 import openai
 import pytest
 
+from prefill_worker.main import NICE
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.support.checkpoints import write_tokenizer
@@ -70,6 +72,12 @@ def test_what_serves(live: Live) -> None:
     assert [(one["id"], one["task"], one["max_model_len"]) for one in listed] == [
         ("decoder", "embed", 399), ("pairs", "score", 398),
     ]  # fmt: skip
+    if sys.platform == "linux":  # a worker that computes texts alone leaves the cores to those of streams
+        pids = [one["pid"] for one in live.status()]
+        threads = [int(path.name) for pid in pids for path in Path(f"/proc/{pid}/task").iterdir()]
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {max(NICE, own)}
+        assert os.getpriority(os.PRIO_PROCESS, live.pids["gateway"]) == own
     chat = post(live, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
     assert chat.status_code == 400 and "makes embeddings" in chat.json()["error"]["message"]
     wrong = post(live, "/v1/embeddings", model="pairs", input="x")
