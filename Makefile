@@ -16,7 +16,7 @@ DECODE_TP ?= 1
 # Whose signatures the tests read; without its CUDA dependencies, which are gigabytes.
 FLASHINFER := 0.7.2.post1
 # Processes that run tests, a file each.
-JOBS ?= 3
+JOBS ?= 4
 ARGS ?=
 PIP_ARGS ?=
 

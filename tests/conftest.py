@@ -37,16 +37,18 @@ settings.register_profile(
 settings.register_profile("nightly", settings.get_profile("baton"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "baton"))
 DEMO = "tests/services/demo/"
-LONGEST = (  # files, by the seconds of CPU that they take with the processes they start: 70 to 5
-    "test_answers", "test_fleet_service", "test_surface_service", "test_gpu_compile", "test_gpu_waits", "test_wheel",
-    "test_restart", "test_ring_tokens", "test_ranks", "test_simulator", "test_loop_ahead", "test_adapters",
-    "test_weights", "test_embeddings", "test_experts", "test_grammar_answers", "test_draft_heads", "test_families",
-    "test_batches_service", "test_fallback", "test_packed", "test_flashinfer", "test_grammar", "test_images",
-    "test_recurrent", "test_gpu_sampling", "test_fuzz_workers", "test_many_models", "test_serve", "test_lending",
-    "test_speculation_equality", "test_states", "test_roles", "test_fp8", "test_core_alone", "test_simulate",
-    "test_gpu_groups", "test_core", "test_gpu_check", "test_kernels", "test_extremes", "test_worker_ports",
-    "test_gpu_latents", "test_logits", "test_kv_files", "test_attention", "test_prove", "test_templates",
-    "test_train_head", "test_keys", "test_order", "test_event_loop", "test_sampling", "test_nixl",
+LONGEST = (  # files, by the seconds of CPU that they take with the processes they start: 90 to 5
+    "test_surface_service", "test_roles", "test_images", "test_answers", "test_draft_heads", "test_loop_ahead",
+    "test_gpu_waits", "test_gpu_compile", "test_wheel", "test_weights", "test_grammar", "test_ring_tokens",
+    "test_fleet_service", "test_many_models", "test_dialect", "test_simulate", "test_restart", "test_experts",
+    "test_trees", "test_grammar_answers", "test_ranks", "test_families", "test_folders", "test_simulator",
+    "test_batches_service", "test_adapters", "test_batches", "test_event_loop", "test_lending", "test_templates",
+    "test_cases", "test_packed", "test_schemathesis", "test_gpu_sampling", "test_recurrent", "test_states",
+    "test_fallback", "test_serve", "test_embeddings", "test_child", "test_gpu_groups", "test_flashinfer", "test_main",
+    "test_gateway_packages", "test_train_head", "test_kernels", "test_speculation_equality", "test_deploy",
+    "test_core", "test_worker_ports", "test_core_alone", "test_refusals", "test_kubernetes", "test_connection",
+    "test_gpu_check", "test_dialects", "test_gpu_latents", "test_limits", "test_every_route", "test_fp8",
+    "test_new_weights", "test_kv_files", "test_capacity", "test_demo", "test_chats", "test_extremes",
 )  # fmt: skip
 # Each client reads all certificates, which takes 40 ms, also where it uses none: those of a process have them once.
 vars(httpx_transports)["create_ssl_context"] = functools.cache(httpx.create_ssl_context)
