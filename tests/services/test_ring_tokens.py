@@ -178,4 +178,6 @@ def test_status_has_what_a_token_takes_beside_what_its_heads_would(
     kept = 4 * sum(shape.kept_numbers for shape in shapes)
     for worker in live.status():
         assert worker["head_token_bytes"] == heads
-        assert worker["kv_token_bytes"] in ({kept} if heads else {kept, kept // worker["ranks"]})
+        ranks = worker["ranks"]
+        own = [max(shape.num_kv_heads // ranks, 1) * shape.kept_numbers // shape.num_kv_heads for shape in shapes]
+        assert worker["kv_token_bytes"] in ({kept} if heads else {kept, kept // ranks, 4 * sum(own)})
