@@ -67,7 +67,7 @@ def expected(live: Live, folders: dict[str, Path]) -> list[Any]:
 
 
 def priorities(pids: Sequence[int]) -> Iterator[int]:
-    """Of each thread that is still there."""
+    """The priority of each thread that is still there."""
     for thread in (path for pid in pids for path in Path(f"/proc/{pid}/task").iterdir()):
         with suppress(ProcessLookupError):
             yield os.getpriority(os.PRIO_PROCESS, int(thread.name))

@@ -77,7 +77,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 @pytest.fixture(scope="module")
 def models(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """What is served, and a plain checkpoint with the same values."""
+    """The checkpoint that is served, and a plain one with the same values."""
     folder = tmp_path_factory.mktemp("model")
     if way.format.startswith("gguf-"):
         return write_gguf_models(folder, way.format.removeprefix("gguf-"))
@@ -171,7 +171,7 @@ def test_cached_and_four_at_once(surface: Surface, oracle: Oracle) -> None:
 def test_status_has_what_a_token_takes_beside_what_its_heads_would(
     surface: Surface, live: Live, models: tuple[Path, Path]
 ) -> None:
-    """Of each worker, of any number of ranks."""
+    """Every worker says it, with any number of ranks."""
     surface.answer(random_prompt(40, TEXT_VOCAB, seed=79), max_tokens=2)
     shapes = load_any_config(models[1]).attention_shapes
     heads = 4 * sum(shape.num_heads * sum(shape.expanded) for shape in shapes)

@@ -51,7 +51,7 @@ PARKED = 1 << 9  # first number of descriptors on their way to their own
 
 
 class Start(msgspec.Struct):
-    """What a new process gets, beside descriptors."""
+    """What a new process gets besides its descriptors."""
 
     words: list[str]  # of the command line
     environment: dict[str, str]
@@ -119,8 +119,10 @@ def find_words(args: Any, modules: Iterable[str] = ForkedPopen.modules) -> list[
         return None
     if args[-1] == TEST_PROCESS:
         return [TEST_PROCESS]
-    if args[1] == "-c" or "-m" not in args:
-        return list(args[1:]) if args[1] in modules else None
+    if args[1:2] == ["-c"]:
+        return list(args[1:]) if "-c" in modules else None
+    if "-m" not in args:
+        return None
     words = list(args[args.index("-m") + 1 :])
     return words if words[0] in modules else None
 
@@ -249,7 +251,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _forget_torch() -> None:
-    """What transformers found at its import is not so in a gateway."""
+    """Undo what transformers found at its import: a gateway has no torch."""
     from transformers.utils import generic, import_utils
 
     generic._is_torch_available = False

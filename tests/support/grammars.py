@@ -26,7 +26,7 @@ def encode(text: str) -> list[int]:
 
 
 def text_of(tokens: list[int]) -> str:
-    """Of an answer's tokens."""
+    """The text of an answer's tokens."""
     return Tokenizer(TARGET_DIR).decode(tokens)
 
 

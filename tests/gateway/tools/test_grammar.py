@@ -396,7 +396,7 @@ def arguments_of(row: Format, written: str, schema: Mapping[str, Any]) -> Any:
 
 
 def value_of(text: str, schema: Mapping[str, Any]) -> Any:
-    """What a text in XML says by its schema's type."""
+    """The value of a text in XML, by its schema's type."""
     if schema.get("type") == "string" or "enum" in schema:
         return text
     if schema.get("type") == ["string", "null"] or "anyOf" in schema:
