@@ -5,8 +5,6 @@ the logits of a long prompt do not fill the memory.
 """
 
 from collections.abc import Sequence
-from itertools import repeat
-from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -26,10 +24,9 @@ def columns_of(requests: Sequence[ForwardRow]) -> Any:
     return ForwardRow._make(zip(*requests, strict=True))
 
 
-def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
-    """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
-    columns = columns_of(requests)
-    row, begins, counts, num_logits = (np.array(values, np.int64) for values in columns[:4])
+def lay_out(rows: InputBatch, columns: Any) -> Layout:
+    """Where the requests' tokens and pages are: see `columns_of`. ValueError if a request ends beyond its row."""
+    row, begins, counts, num_logits = np.array(columns[:4], np.int64)
     ends = begins + counts
     longest = int(ends.max())
     if longest >= rows.width:
@@ -75,11 +72,10 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
 
     ValueError if a request ends beyond its row, or a mask does not fit.
     """
-    layout, columns = lay_out(rows, requests), columns_of(requests)
-    row, num_logits, num_given, num_drafted = (
-        np.array(values, np.int64)
-        for values in (columns.row, columns.num_logits, columns.num_given, columns.num_drafted)
-    )
+    columns = columns_of(requests)
+    layout = lay_out(rows, columns)
+    integers = columns.row, columns.num_logits, columns.num_given, columns.num_drafted
+    row, num_logits, num_given, num_drafted = np.array(integers, np.int64)
     counted = layout.seq_lens - num_logits + num_given + 1 - num_drafted
     is_counted = (num_logits > num_given) & (rows.counts_line[row] >= 0)
     if np.count_nonzero(is_counted):
@@ -88,7 +84,7 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
     at, detours = layout.logits_rows, layout.features[0].detours if layout.features else None
     outputs = SampleSpec(row[owners], layout.positions[at] + 1, layout.places[at] + 1, detours)
     num_top: list[int | None] = []
-    if np.count_nonzero(num_given) or any(map(is_not, columns.chosen_logprobs, repeat(None))):
+    if any(columns.num_given) or columns.chosen_logprobs.count(None) < len(requests):
         num_top = [
             one.given_logprobs if rank < one.num_given else one.chosen_logprobs
             for one in requests
@@ -103,7 +99,7 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
     if masks:
         chunks = with_masks(chunks, requests, masks, rows.vocab_size)
     num_drafts = np.maximum(num_logits - num_given - 1, 0)
-    return Prepared(layout, outputs, chunks, num_logits, num_drafts, int(num_drafted.max(initial=0)))
+    return Prepared(layout, outputs, chunks, num_logits, num_drafts, max(columns.num_drafted))
 
 
 def _plan_chunk(

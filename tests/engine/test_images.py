@@ -25,7 +25,7 @@ from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.ops.base import HALVES
-from engine.prepared import lay_out
+from engine.prepared import columns_of, lay_out
 from engine.runner import Runner
 from engine.vision.attention import WholeImageAttention
 from engine.vision.image_rows import Encoding, ImageRows, ImageRules, StepImages, gather
@@ -277,7 +277,7 @@ def test_other_ranks_get_rows_with_their_images(dtype: torch.dtype, tmp_path: Pa
     with pytest.raises(IndexError):  # there is no runner
         follow(StepReceiver(theirs), followed, [])
     assert torch.equal(led.tokens, followed.tokens)
-    layouts = [lay_out(rows, [ForwardRow(1, 0, len(case.token_ids))]) for rows in (led, followed)]
+    layouts = [lay_out(rows, columns_of([ForwardRow(1, 0, len(case.token_ids))])) for rows in (led, followed)]
     first, second = (gather(own, CPU) for layout in layouts for own in layout.features if isinstance(own, StepImages))
     assert first.deep is not None and second.deep is not None and second.rows.dtype is dtype
     for one, other in ((first.at, second.at), (first.rows, second.rows), (first.deep, second.deep)):
