@@ -111,7 +111,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=4, help="the first one warms up")
-    parser.add_argument("--dtype", default="float32", help="of sentence-transformers and of Baton")
+    parser.add_argument("--dtype", default="auto", help="of Baton")
+    parser.add_argument("--peer-dtype", default="float32", help="of sentence-transformers, where that is its default")
     parser.add_argument("--url", action="append", default=[], help="NAME=URL of another server")
     parser.add_argument("--peer-path", help="where sentence-transformers is installed; none: not asked")
     parser.add_argument("flags", nargs="*", help="-- and flags of `baton serve`")
@@ -119,7 +120,7 @@ def main() -> None:
     folder = locate_model(given.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rounds = [write_texts(tokenizer, given.texts, given.tokens, seed) for seed in range(given.rounds)]
-    peer = Peer(folder, given.peer_path, given.dtype) if given.peer_path is not None else None
+    peer = Peer(folder, given.peer_path, given.peer_dtype) if given.peer_path is not None else None
     try:
         with serve(given.model, f"--dtype={given.dtype}", *given.flags, hands_over=False) as live:
             urls = {"baton": live.url, **dict(one.split("=", 1) for one in given.url)}
