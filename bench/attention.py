@@ -24,7 +24,7 @@ from engine.cpu.cpu_math import Math
 from engine.cpu.cpu_paged import CpuPagedAttention
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape
-from engine.prepared import build_batch, columns_of, lay_out
+from engine.prepared import build_batch, lay_out
 from wire.kv_layout import LAYERS, KvPart
 from wire.sampling import SamplingParams
 
@@ -79,7 +79,7 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, QKV, Tensor]:
     num_tokens = case.num_sequences * case.query_len
     query_key = torch.randn(num_tokens, SHAPE.num_heads + SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
     value = torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
-    return build_batch(lay_out(rows, columns_of(requests)), rows), QKV(query_key, value), pool
+    return build_batch(lay_out(rows, requests), rows), QKV(query_key, value), pool
 
 
 def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int], Tensor]:

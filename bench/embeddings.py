@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=4, help="the first one warms up")
     parser.add_argument("--dtype", default="auto", help="of Baton")
-    parser.add_argument("--peer-dtype", default="float32", help="of sentence-transformers, where that is its default")
+    parser.add_argument("--peer-dtype", default="float32", help="of sentence-transformers; its own default")
     parser.add_argument("--url", action="append", default=[], help="NAME=URL of another server")
     parser.add_argument("--peer-path", help="where sentence-transformers is installed; none: not asked")
     parser.add_argument("flags", nargs="*", help="-- and flags of `baton serve`")

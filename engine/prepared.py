@@ -24,8 +24,12 @@ def columns_of(requests: Sequence[ForwardRow]) -> Any:
     return ForwardRow._make(zip(*requests, strict=True))
 
 
-def lay_out(rows: InputBatch, columns: Any) -> Layout:
-    """Where the requests' tokens and pages are: see `columns_of`. ValueError if a request ends beyond its row."""
+def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
+    """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
+    return _lay_out(rows, columns_of(requests))
+
+
+def _lay_out(rows: InputBatch, columns: Any) -> Layout:
     row, begins, counts, num_logits = np.array(columns[:4], np.int64)
     ends = begins + counts
     longest = int(ends.max())
@@ -73,7 +77,7 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
     ValueError if a request ends beyond its row, or a mask does not fit.
     """
     columns = columns_of(requests)
-    layout = lay_out(rows, columns)
+    layout = _lay_out(rows, columns)
     integers = columns.row, columns.num_logits, columns.num_given, columns.num_drafted
     row, num_logits, num_given, num_drafted = np.array(integers, np.int64)
     counted = layout.seq_lens - num_logits + num_given + 1 - num_drafted

@@ -21,7 +21,7 @@ from engine.fallback.model import FallbackModel
 from engine.fallback.probe import probe_config, read_config, refuse
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.prepared import build_batch, columns_of, lay_out
+from engine.prepared import build_batch, lay_out
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import OnProgress
 from wire.files import blamed, named
@@ -115,7 +115,7 @@ def _compute_over_pages(model: FallbackModel, texts: Sequence[Tensor]) -> Tensor
             ForwardRow(row, begins[row], count, count, state_from=source, state_to=target)
             for row, (count, (source, target)) in enumerate(zip(counts, slots, strict=True))
         ]
-        layout = lay_out(rows, columns_of([*requests, ForwardRow(num_texts, 0, 1, state_to=2 * num_texts)]))
+        layout = lay_out(rows, [*requests, ForwardRow(num_texts, 0, 1, state_to=2 * num_texts)])
         layout.positions[-1] = config.context_tokens - 1  # the decoy's
         logits = model.forward(build_batch(layout, rows), pool, attention)
         for part, own in zip(parts, torch.split(logits, list(counts)), strict=True):

@@ -1,4 +1,4 @@
-"""What an engine is built from, and what is refused before any large allocation."""
+"""Engines are built from a checkpoint and settings; bad ones are refused before any large allocation."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ from engine.engine import KvDType
 from engine.input_batch import InputBatch
 from engine.layer_config import RopeConfig
 from engine.layers.rope import build_rope_table
-from engine.prepared import columns_of, lay_out
+from engine.prepared import lay_out
 from kvtransfer.layout import find_mismatch
 from runtime.config import DecodeConfig
 from runtime.trust import load_trust
@@ -175,9 +175,9 @@ def build_rows() -> InputBatch:
 
 def test_a_slice_ends_before_its_row_does() -> None:
     rows = build_rows()
-    lay_out(rows, columns_of([ForwardRow(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)]))
+    lay_out(rows, [ForwardRow(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
     with pytest.raises(ValueError, match="48 positions and a token after them, in a row of 48"):
-        lay_out(rows, columns_of([ForwardRow(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)]))
+        lay_out(rows, [ForwardRow(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
 
 
 def test_answers_in_order_and_as_alone() -> None:

@@ -25,7 +25,7 @@ from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.ops.base import HALVES
-from engine.prepared import columns_of, lay_out
+from engine.prepared import lay_out
 from engine.runner import Runner
 from engine.vision.attention import WholeImageAttention
 from engine.vision.image_rows import Encoding, ImageRows, ImageRules, StepImages, gather
@@ -210,7 +210,11 @@ def test_positions_of_drafts_after_images(family: str, has_graphs: bool, tmp_pat
     ours, replays = Ours(case, reference=True), list[int]()
 
     def capture(compute: Compute) -> Compute:
-        return lambda: (replays.append(1), compute())[1]  # type: ignore[func-returns-value]
+        def replay() -> None:
+            replays.append(1)
+            compute()
+
+        return replay
 
     if has_graphs:
         capture_graphs(ours.runner, choose_shapes(2, 2, 6), capture, 2 * NUM_PAGES)
@@ -274,10 +278,10 @@ def test_other_ranks_get_rows_with_their_images(dtype: torch.dtype, tmp_path: Pa
     led.images, followed.images = ImageRows(rules), ImageRows(rules)
     led.open(1, np.array(case.token_ids, np.int32), GREEDY, len(case.token_ids), images=images)
     leader.send(0, [ForwardRow(1, 0, 1)])
-    with pytest.raises(IndexError):  # there is no runner
+    with pytest.raises(IndexError):  # the list of runners is empty
         follow(StepReceiver(theirs), followed, [])
     assert torch.equal(led.tokens, followed.tokens)
-    layouts = [lay_out(rows, columns_of([ForwardRow(1, 0, len(case.token_ids))])) for rows in (led, followed)]
+    layouts = [lay_out(rows, [ForwardRow(1, 0, len(case.token_ids))]) for rows in (led, followed)]
     first, second = (gather(own, CPU) for layout in layouts for own in layout.features if isinstance(own, StepImages))
     assert first.deep is not None and second.deep is not None and second.rows.dtype is dtype
     for one, other in ((first.at, second.at), (first.rows, second.rows), (first.deep, second.deep)):

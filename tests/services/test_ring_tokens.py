@@ -99,7 +99,8 @@ def oracle(models: tuple[Path, Path]) -> Oracle:
 
 @pytest.fixture(scope="module")
 def live(way: Way, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """All KV travels by the way's transport; workers warn if there is no compiler; no process outlives the service."""
+    """A service of that way. At its end it checks that all KV went by its transport, that workers warned if they had no
+    compiler, and that no process is left."""
     flags = ("--dtype=float32", f"--transport={way.transport.split(':')[0]}", "--require-transport", *way.flags)
     env = way.env | ({"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))} if way.env is NO_COMPILER else {})
     with serve_calmly(models[0], *flags, "--chunk-tokens=256", env=env) as service:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import Batch, ForwardRow
 from engine.input_batch import InputBatch
-from engine.prepared import build_batch, columns_of, lay_out
+from engine.prepared import build_batch, lay_out
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import PARAMS, to_row
 from wire.sampling import SamplingParams
@@ -50,7 +50,7 @@ def pack(parts: Sequence[Part], page_tokens: int, device: torch.device) -> Batch
         rows.write_tokens([(row, part.begin, np.array(part.token_ids, np.int32))])
         rows.write_pages(row, 0, part.pages[: rows.page_table.shape[1]])
     requests = [ForwardRow(row, part.begin, len(part.token_ids), part.num_logits) for row, part in enumerate(parts)]
-    return build_batch(lay_out(rows, columns_of(requests)), rows)
+    return build_batch(lay_out(rows, requests), rows)
 
 
 def build_sampling_batch(

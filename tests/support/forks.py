@@ -51,7 +51,7 @@ PARKED = 1 << 9  # first number of descriptors on their way to their own
 
 
 class Start(msgspec.Struct):
-    """What a new process gets besides its descriptors."""
+    """Asks for a new process; its descriptors are sent beside it."""
 
     words: list[str]  # of the command line
     environment: dict[str, str]
