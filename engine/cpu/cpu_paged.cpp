@@ -3,7 +3,8 @@
 //
 // Python has checked all pointers, strides and page tables. Allocates only per-thread scratch. Throws nothing.
 // A work item is (block of query positions, KV head). Its query rows are position-major: row = position * group + head
-// in group, so every K/V page is packed once for all query heads that share it.
+// in group, so every K/V page is packed once for all query heads that share it. For few rows, such as answers have, it
+// is turned in registers instead of packed: the same sums in the same order.
 //
 // Both products, scores = Q K' and output += P V, are one `multiply`: A is row-major, B lies in column panels:
 //   [columns / kLanes][depth][kLanes] float32, any CPU, or
@@ -20,6 +21,7 @@ namespace {
 // Multiplied at a time with two vectors: sums leave registers for both and x.
 constexpr int kRows = kRegisters == 32 ? 8 : 6;
 constexpr int64_t kFewTokens = 16;  // writing these takes less time than waiting for other threads
+constexpr int64_t kTouched = 256;  // keys whose pages are searched for at once: one alone costs 400 cycles of waiting
 constexpr int64_t kBytesAThread = 1 << 19;  // of KV: one thread reads less before another is awake
 
 void widen_row(const bfloat16* from, float* to, int64_t n) {
@@ -33,6 +35,16 @@ void write_scaled(const float* from, float factor, bfloat16* to, int64_t n) {
         const Floats values = load_part<Floats>(from + i, (n - i) * 4);
         store_part(to + i, narrow(values * factor), n - i);
     }
+}
+
+template <int rows = kRows, class Call> void with_rows(int64_t num_rows, Call call) {  // the number as a constant
+    if (num_rows >= rows) return call(std::integral_constant<int, rows>{});
+    if constexpr (rows > 1) with_rows<rows - 1>(num_rows, call);
+}
+
+int64_t find_height(int64_t rows) {  // of blocks of at most kRows, about equally high
+    const int64_t num_blocks = (rows + kRows - 1) / kRows;
+    return (rows + num_blocks - 1) / num_blocks;
 }
 
 // c[rows][2 panels] = a[rows][depth] * panels, plus c if `add`. Depth counts words of 4 bytes: a float or a pair.
@@ -55,65 +67,147 @@ void multiply_rows(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t pa
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < 2; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
 }
-template <class Math, bool add, int rows = kRows>
-void multiply_block(int64_t num_rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t panel, float* c,
-                    int64_t ldc, int64_t depth) {
-    if (num_rows >= rows) return multiply_rows<Math, add, rows>(a, lda, b, panel, c, ldc, depth);
-    if constexpr (rows > 1) multiply_block<Math, add, rows - 1>(num_rows, a, lda, b, panel, c, ldc, depth);
-}
 
-// c[rows][columns] = a[rows][depth] * panels of `capacity` operands of depth, plus c if `add`.
-template <class Math> struct WithVectors {
+// Math: Page and Operand; a word of a page's row has kParts words of operands, a word of operands has kKeys values of a
+// dimension; `read_values` gives the words of 2 * kLanes dimensions of kKeys keys.
+template <class Math, class Page> struct WithVectors {
+    static constexpr int kStep = 2 * kLanes;  // head dimensions and keys are padded to this
+    static constexpr int kSubRows = 16;       // query rows that share scores
+    static constexpr int kTile = 64;          // keys at a time: packed K and V of D=64 bf16 are 16 KB, a third of L1
+    static constexpr int kPageWords = 4 / sizeof(Page);  // values in a word of a page's row
+
+    // Words of kLanes keys from dimension d on, turned: one of each key in a vector.
+    static inline __attribute__((always_inline)) void turn_keys(const Page* const* rows, int64_t d, int64_t dim,
+                                                                Words* words) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) words[i] = load_part<Words>(rows[i] + d, (dim - d) * sizeof(Page));
+        transpose(words);
+    }
+
+    // Many query rows: keys and values are packed, then multiplied with all of them.
+    template <class Operand>
+    static void pack_keys(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t padded, Operand* to) {
+        for (int64_t n = 0; n < num_keys; n += kLanes, to += padded * kLanes) {
+            uint32_t* at = (uint32_t*)to;
+            for (int64_t d = 0; d < dim; d += kLanes * kPageWords) {
+                Words words[kLanes];
+                turn_keys(rows + n, d, dim, words);
+#pragma GCC unroll 16
+                for (int i = 0; i < kLanes; ++i)
+                    for (int part = 0; part < Math::kParts; ++part, at += kLanes) store(at, Math::part(words[i], part));
+            }
+        }
+    }
+    template <class Operand>
+    static void pack_values(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t capacity, Operand* to) {
+        for (int64_t n = 0; n < num_keys; n += Math::kKeys)
+            for (int64_t d = 0; d < dim; d += kStep) {
+                Words words[2];
+                Math::read_values(rows + n, d, dim, words);
+                for (int j = 0; j < 2; ++j) store(to + (d + j * kLanes) * capacity + n * kLanes, words[j]);
+            }
+    }
+    // c[rows][columns] = a[rows][depth] * panels of `capacity` operands of depth, plus c if `add`.
     template <bool add, class Operand>
     static void multiply(const Operand* a, int64_t lda, const Operand* b, int64_t capacity, float* c, int64_t ldc,
                          int64_t rows, int64_t depth, int64_t columns) {
         constexpr int kPerWord = 4 / sizeof(Operand);
-        const int64_t panel = capacity / kPerWord * kLanes, step = (rows + kRows - 1) / kRows;
-        const int64_t height = (rows + step - 1) / step;  // blocks of about equal heights
+        const int64_t panel = capacity / kPerWord * kLanes;
+        const int64_t height = find_height(rows);
         for (; rows > 0; rows -= height, a += height * lda, c += height * ldc)
             for (int64_t j = 0; j < columns; j += 2 * kLanes)
-                multiply_block<Math, add>(std::min(rows, height), (const uint32_t*)a, lda / kPerWord,
-                                          (const uint32_t*)b + j / kLanes * panel, panel, c + j, ldc, (depth + kPerWord - 1) / kPerWord);
+                with_rows(std::min(rows, height), [&](auto count) {
+                    multiply_rows<Math, add, count>((const uint32_t*)a, lda / kPerWord,
+                                                    (const uint32_t*)b + j / kLanes * panel, panel, c + j, ldc,
+                                                    (depth + kPerWord - 1) / kPerWord);
+                });
+    }
+
+    // Few query rows: the same sums in the same order, of keys and values that are turned and paired in registers.
+    // Meanwhile rows of `next` come, where it is not null: all asked for at once they would be waited for.
+    template <class Operand, class Rows>
+    static void score(const Operand* queries, int64_t rows, int64_t padded, const Rows& tile, const Rows* next,
+                      int64_t dim, float* scores) {
+        const int64_t height = find_height(rows);
+        for (; rows > 0; rows -= height, queries += height * padded, scores += height * kTile, next = nullptr)
+            with_rows(std::min(rows, height), [&](auto count) {
+                for (int64_t n = 0; n < tile.padded_keys; n += kLanes)
+                    score_rows<count>((const uint32_t*)queries, padded * sizeof(Operand) / 4, tile.keys + n,
+                                      next && n < next->padded_keys ? next->keys + n : nullptr, dim, scores + n);
+            });
+    }
+    template <int rows>
+    static void score_rows(const uint32_t* x, int64_t ldx, const Page* const* keys, const Page* const* next,
+                           int64_t dim, float* scores) {
+        Floats sum[rows] = {};
+        for (int64_t d = 0; d < dim; d += kLanes * kPageWords) {
+            if (next && d * sizeof(Page) % 64 == 0)
+                for (int i = 0; i < kLanes; ++i) __builtin_prefetch(next[i] + d);
+            Words words[kLanes];
+            turn_keys(keys, d, dim, words);
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i)
+                for (int part = 0; part < Math::kParts; ++part, ++x)
+#pragma GCC unroll 8
+                    for (int row = 0; row < rows; ++row)
+                        sum[row] = Math::add_word(sum[row], Math::part(words[i], part), x[row * ldx]);
+        }
+        for (int row = 0; row < rows; ++row) store(scores + row * kTile, sum[row]);
+    }
+    template <class Operand, class Rows>
+    static void weigh(const Operand* probabilities, int64_t rows, const Rows& tile, const Rows* next, int64_t columns,
+                      int64_t dim, float* output, int64_t padded) {
+        const int64_t height = find_height(rows);
+        for (; rows > 0; rows -= height, probabilities += height * kTile, output += height * padded, next = nullptr)
+            with_rows(std::min(rows, height), [&](auto count) {
+                constexpr int kWide = count * 4 <= kRegisters / 2 ? 4 : 2;
+                int64_t d = 0;
+                for (; d + kWide * kLanes <= padded; d += kWide * kLanes)
+                    weigh_rows<count, kWide>(probabilities, tile, next, columns, d, dim, output + d, padded);
+                if (d < padded) weigh_rows<count, 2>(probabilities, tile, next, columns, d, dim, output + d, padded);
+            });
+    }
+    template <int rows, int vectors, class Operand, class Rows>
+    static void weigh_rows(const Operand* probabilities, const Rows& tile, const Rows* next, int64_t columns, int64_t d,
+                           int64_t dim, float* output, int64_t padded) {
+        Floats sum[rows][vectors];
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; ++row)
+            for (int j = 0; j < vectors; ++j) sum[row][j] = load<Floats>(output + row * padded + j * kLanes);
+        for (int64_t n = 0; n < columns; n += Math::kKeys) {
+            if (next && n < next->padded_keys)
+                for (int i = 0; i < Math::kKeys; ++i)
+                    for (int64_t at = d; at < d + vectors * kLanes; at += 64 / sizeof(Page))
+                        __builtin_prefetch(next->values[n + i] + at);
+            Words words[vectors];
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j += 2) Math::read_values(tile.values + n, d + j * kLanes, dim, words + j);
+#pragma GCC unroll 8
+            for (int row = 0; row < rows; ++row) {
+                const uint32_t p = load<uint32_t>(probabilities + row * kTile + n);
+                for (int j = 0; j < vectors; ++j) sum[row][j] = Math::add_word(sum[row][j], words[j], p);
+            }
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; ++row)
+            for (int j = 0; j < vectors; ++j) store(output + row * padded + j * kLanes, sum[row][j]);
     }
 };
 
 // Any CPU: pages of T, arithmetic in float32.
-template <class T> struct Plain : WithVectors<Plain<T>> {
+template <class T> struct Plain : WithVectors<Plain<T>, T> {
     using Page = T;
     using Operand = float;
-    static constexpr int kStep = 2 * kLanes;  // head dimensions and keys are padded to this
-    static constexpr int kSubRows = 16;  // query rows that share scores
-    static constexpr int kTile = 64;     // keys packed at a time: K and V of D=64 bf16 are 16 KB, a third of L1
+    static constexpr int kParts = 4 / sizeof(T), kKeys = 1;
     static void store_probability(float* to, Floats p) { store(to, p); }
     static Floats add_word(Floats sum, Words b, uint32_t a) { return add_products(sum, (Floats)b, bits<float>(a)); }
-
-    static void pack_keys(const T* const* rows, int64_t num_keys, int64_t dim, int64_t padded, float* to) {
-        for (int64_t n = 0; n < num_keys; n += kLanes, to += padded * kLanes)
-            for (int64_t d = 0; d < dim; d += kLanes * 4 / (int)sizeof(T)) {
-                Words words[kLanes];
-                for (int i = 0; i < kLanes; ++i)
-                    words[i] = load_part<Words>((const char*)(rows[n + i] + d), (dim - d) * sizeof(T));
-                transpose(words);
-                for (int i = 0; i < kLanes; ++i)
-                    if constexpr (sizeof(T) == 4) {
-                        store(to + (d + i) * kLanes, words[i]);
-                    } else {  // a word holds dimensions d + 2i (low half) and d + 2i + 1
-                        store(to + (d + 2 * i) * kLanes, words[i] << 16);
-                        store(to + (d + 2 * i + 1) * kLanes, words[i] & 0xFFFF0000u);
-                    }
-            }
+    static Words part(Words w, int which) {  // a word of bfloat16 holds dimensions 2i (low half) and 2i + 1
+        return kParts == 1 ? w : which ? w & 0xFFFF0000u : w << 16;
     }
-    static void pack_values(const T* const* rows, int64_t num_keys, int64_t dim, int64_t capacity, float* to) {
-        for (int64_t n = 0; n < num_keys; ++n)
-            for (int64_t d = 0; d < dim; d += kLanes) {
-                const char* from = (const char*)(rows[n] + d);
-                float* at = to + d * capacity + n * kLanes;
-                if constexpr (sizeof(T) == 4) {
-                    store(at, load_part<Words>(from, (dim - d) * 4));
-                } else {
-                    store(at, __builtin_convertvector(load_part<Halves>(from, (dim - d) * 2), Words) << 16);
-                }
-            }
+    static void read_values(const T* const* rows, int64_t d, int64_t dim, Words* words) {
+        for (int j = 0; j < 2; ++j, d += kLanes)
+            if constexpr (sizeof(T) == 4) words[j] = load_part<Words>(rows[0] + d, (dim - d) * 4);
+            else words[j] = (Words)widen(load_part<Halves>(rows[0] + d, (dim - d) * 2));
     }
 };
 
@@ -124,32 +218,18 @@ template <int half, int... i> Shorts interleave(Shorts a, Shorts b, std::integer
 }
 
 // Pages of bfloat16, products of pairs summed in float32.
-struct PairsOfPages : WithVectors<PairsOfPages> {
+struct PairsOfPages : WithVectors<PairsOfPages, bfloat16> {
     using Page = bfloat16;
     using Operand = bfloat16;
-    static constexpr int kStep = 2 * kLanes, kSubRows = 16, kTile = 64;
+    static constexpr int kParts = 1, kKeys = 2;
     static void store_probability(bfloat16* to, Floats p) { store(to, narrow(p)); }
     static Floats add_word(Floats sum, Words b, uint32_t a) { return add_pairs(sum, b, a); }
-
-    static void pack_keys(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t padded, bfloat16* to) {
-        for (int64_t n = 0; n < num_keys; n += kLanes, to += padded * kLanes)
-            for (int64_t d = 0; d < dim; d += 2 * kLanes) {
-                Words words[kLanes];
-                for (int i = 0; i < kLanes; ++i)
-                    words[i] = load_part<Words>((const char*)(rows[n + i] + d), (dim - d) * 2);
-                transpose(words);
-                for (int i = 0; i < kLanes; ++i) store(to + (d / 2 + i) * 2 * kLanes, words[i]);
-            }
-    }
-    static void pack_values(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t capacity, bfloat16* to) {
-        auto lanes = std::make_integer_sequence<int, 2 * kLanes>{};
-        for (int64_t n = 0; n < num_keys; n += 2)
-            for (int64_t d = 0; d < dim; d += 2 * kLanes) {
-                Shorts even = load_part<Shorts>((const char*)(rows[n] + d), (dim - d) * 2);
-                Shorts odd = load_part<Shorts>((const char*)(rows[n + 1] + d), (dim - d) * 2);
-                store(to + d * capacity + n * kLanes, interleave<0>(even, odd, lanes));
-                store(to + (d + kLanes) * capacity + n * kLanes, interleave<1>(even, odd, lanes));
-            }
+    static Words part(Words w, int) { return w; }
+    static void read_values(const Page* const* rows, int64_t d, int64_t dim, Words* words) {
+        constexpr auto lanes = std::make_integer_sequence<int, 2 * kLanes>{};
+        const Shorts even = load_part<Shorts>(rows[0] + d, (dim - d) * 2);
+        const Shorts odd = load_part<Shorts>(rows[1] + d, (dim - d) * 2);
+        words[0] = (Words)interleave<0>(even, odd, lanes), words[1] = (Words)interleave<1>(even, odd, lanes);
     }
 };
 #endif
@@ -269,7 +349,7 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
         }
     }
 
-    const bool has_tree = is_tree(batch, block);
+    const bool has_tree = is_tree(batch, block), is_few = rows <= kSubRows;
     const Page* layer_keys = (const Page*)batch.pool + layer.layer * batch.layer_stride;
     const float scale_log2 = batch.scale * 1.44269504f;
     // A multiple, so that a row's keys are summed in the same tiles whoever is beside it.
@@ -277,6 +357,12 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
     auto find_next = [&](int64_t of_head, int64_t first) {
         const Page* const head_keys = layer_keys + of_head * batch.head_stride;
         next->find(batch, head_keys, block.pages, first, end_position, Math::kStep, zeros);
+        if (first % kTouched) return;
+        for (int64_t n = first; n < std::min(first + kTouched, end_position); n += batch.page_tokens) {
+            const Page* const at = head_keys + block.pages[n / batch.page_tokens] * batch.page_stride;
+            __builtin_prefetch(at, 0, 2);
+            __builtin_prefetch(at + batch.kv_stride, 0, 2);
+        }
     };
     find_next(head, begin_key);
     for (int64_t first_key = begin_key; first_key < end_position; first_key += kTile) {
@@ -284,18 +370,23 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
         const bool is_last = first_key + kTile >= end_position;
         if (is_last && block.next_head < batch.num_kv_heads) find_next(block.next_head, begin_key);  // prefetch only
         else find_next(head, first_key + kTile);
-        prefetch(next->keys, next->num_keys, dim);
-        Math::pack_keys(tile->keys, tile->padded_keys, dim, padded, packed_keys);
-        if (batch.kv_stride) prefetch(next->values, next->num_keys, dim);
-        Math::pack_values(tile->values, tile->padded_keys, value_dim, kTile, packed_values);
+        if (is_few) {
+            Math::score(queries, rows, padded, *tile, next, dim, scores);
+        } else {
+            prefetch(next->keys, next->num_keys, dim);
+            Math::pack_keys(tile->keys, tile->padded_keys, dim, padded, packed_keys);
+            if (batch.kv_stride) prefetch(next->values, next->num_keys, dim);
+            Math::pack_values(tile->values, tile->padded_keys, value_dim, kTile, packed_values);
+        }
         for (int64_t row = 0; row < rows; row += kSubRows) {
             int64_t num_rows = std::min(kSubRows, rows - row);
             int64_t last_position = first_position + (row + num_rows - 1) / group;
             int64_t visible = std::min(tile->num_keys, last_position + 1 - first_key);
             if (visible <= 0) continue;
             int64_t columns = round_up(visible, Math::kStep);
-            Math::template multiply<false>(queries + row * padded, padded, packed_keys, padded, scores, kTile, num_rows,
-                                           dim, columns);
+            if (!is_few)
+                Math::template multiply<false>(queries + row * padded, padded, packed_keys, padded, scores, kTile,
+                                               num_rows, dim, columns);
             for (int64_t i = 0; i < num_rows; ++i) {
                 int64_t position = first_position + (row + i) / group;
                 int64_t end = std::clamp<int64_t>(position + 1 - first_key, 0, columns);
@@ -306,8 +397,12 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
                 soften<Math>(scores + i * kTile, probabilities + i * kTile, begin, end, columns, scale_log2,
                              maxima + row + i, sums + row + i, output + (row + i) * padded_values, padded_values);
             }
-            Math::template multiply<true>(probabilities, kTile, packed_values, kTile, output + row * padded_values,
-                                          padded_values, num_rows, columns, padded_values);
+            if (is_few)
+                Math::weigh(probabilities, rows, *tile, batch.kv_stride ? next : nullptr, columns, value_dim, output,
+                            padded_values);
+            else
+                Math::template multiply<true>(probabilities, kTile, packed_values, kTile, output + row * padded_values,
+                                              padded_values, num_rows, columns, padded_values);
         }
     }
     for (int64_t row = 0; row < rows; ++row) {

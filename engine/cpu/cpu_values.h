@@ -59,7 +59,10 @@ inline Halves narrow(Floats values) {  // to nearest even; NaN stays NaN
 }
 
 // Transposes [kLanes][kLanes] in place: swaps off-diagonal squares of side `step`, then of half that, and so on.
-template <int step, int... i> void transpose(Words* rows, std::integer_sequence<int, i...> lanes) {
+// Inlined and unrolled, so that rows that are used at once stay in registers.
+template <int step, int... i>
+inline __attribute__((always_inline)) void transpose(Words* rows, std::integer_sequence<int, i...> lanes) {
+#pragma GCC unroll 16
     for (int a = 0; a < kLanes; ++a) {
         if (a & step) continue;
         Words top = rows[a], bottom = rows[a + step];
@@ -68,7 +71,9 @@ template <int step, int... i> void transpose(Words* rows, std::integer_sequence<
     }
     if constexpr (step > 1) transpose<step / 2>(rows, lanes);
 }
-inline void transpose(Words* rows) { transpose<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>{}); }
+inline __attribute__((always_inline)) void transpose(Words* rows) {
+    transpose<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>{});
+}
 
 // One value of all lanes, by halves: lane i with lane i ^ step.
 template <int step, int... i> Floats rotate(Floats v, std::integer_sequence<int, i...>) {

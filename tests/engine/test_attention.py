@@ -219,17 +219,18 @@ def test_threads_share_the_query_heads_of_one_kv_head(
 @needs_compiler
 @pytest.mark.parametrize("heads", [(3, 3), (12, 4), (12, 2), (12, 1)], ids=str)
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, None), (2.0, 129)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_however_many_are_beside_it(
-    heads: tuple[int, int], softcap: float, window: int | None
+    heads: tuple[int, int], softcap: float, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Tiles take another way for up to 4, 8 and 16 rows of a KV head than for more."""
-    many = Problem([(20, 603)], heads, 80, 16, torch.bfloat16)
+    """Tiles take another way for up to 4, 8 and 16 rows of a KV head than for more, vectors for up to 16."""
+    many = Problem([(20, 603)], heads, 80, 16, dtype)
     many.shape = replace(many.shape, softcap=softcap)
     many.sinks = torch.linspace(-3, 3, heads[0])
-    for backend in kernels(many.shape, Math.TILES):
+    for backend in kernels(many.shape, *Math):
         expected, pool = many.run(backend, window)
         for count in (1, 2, 4, 6):
-            few = Problem([(count, 603)], heads, 80, 16, torch.bfloat16)
+            few = Problem([(count, 603)], heads, 80, 16, dtype)
             few.shape, few.sinks, few.pool = many.shape, many.sinks, pool
             few.query, few.key, few.value = many.query[-count:], many.key[-count:], many.value[-count:]
             found = few.run(backend, window)[0]
