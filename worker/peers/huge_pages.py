@@ -15,7 +15,7 @@ from wire.huge_pages import HUGE_BYTES
 
 LOOK_S = 1.0  # between looks at which pages were used for the first time: a step does not wait to say so
 AT_ONCE = 4 * HUGE_BYTES  # 5 to 15 ms of one core
-AHEAD = 256 << 20  # beyond what was used, over all ranks: KV comes 7 times as fast into memory that is cleared
+AHEAD = 64 << 20  # beyond what was used, over all ranks: KV comes 7 times as fast into memory that is cleared
 COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1
 NICE = 10  # of the thread: steps go first
 
