@@ -20,6 +20,7 @@ from engine.attention.choose import AttentionChoice, reference_attention
 from engine.attention.shape import AttentionShape
 from engine.catalogue import CATALOGUE, has_native_code, load_config
 from engine.cpu.device import CpuDevice
+from engine.cpu.floats import FloatFormat, is_faster
 from engine.cpu.format import build_packed, is_packed
 from engine.cuda.advice import explain_failed_step, explain_full_gpu
 from engine.cuda.device import CudaDevice
@@ -99,6 +100,8 @@ def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization) -> 
         return Int8Format(reader, ops)
     if quantization == "fp8":
         return Fp8Format(reader, ops)
+    if reader.device.type == "cpu" and reader.dtype is torch.float32 and is_faster():
+        return FloatFormat(reader, ops)
     is_coded = reader.device.type == "cuda" and reader.dtype is not torch.float32
     return GpuFormat(reader, ops, quantization) if is_coded else PlainFormat(reader, ops)
 

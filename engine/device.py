@@ -30,6 +30,10 @@ class Device:
         """The dimensions of a head of keys or values in this device's pages; zeros follow its own."""
         return head_dim
 
+    def take(self, model: torch.nn.Module) -> torch.nn.Module:
+        """A model of transformers' code, moved here."""
+        return model.to(self.torch)
+
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
         has_sinks: bool = False,

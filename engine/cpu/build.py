@@ -185,6 +185,11 @@ def _cpu_lines() -> list[str]:
         return []
 
 
+def is_cpu_by(vendor: str) -> bool:
+    """vendor: as x86 CPUs name it."""
+    return any(line.startswith("vendor_id") and line.endswith(vendor) for line in _cpu_lines())
+
+
 @cache
 def cpu_flags() -> frozenset[str]:
     """Extensions of the instruction set, as Linux names them."""

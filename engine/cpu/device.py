@@ -12,6 +12,7 @@ from engine.cpu.cpu_layers import load
 from engine.cpu.cpu_math import choose_math, describe_math
 from engine.cpu.cpu_paged import CpuPagedAttention
 from engine.cpu.cpu_sampling import load_cpu_sampling
+from engine.cpu.floats import is_faster, use_floats
 from engine.cpu.ops import CpuOps
 from engine.device import Device
 from engine.ops.base import Ops
@@ -26,6 +27,11 @@ class CpuDevice(Device):
             load_cpu_sampling()  # which says so in the log
             return Ops()
         return CpuOps()
+
+    def take(self, model: torch.nn.Module) -> torch.nn.Module:
+        if is_faster():
+            use_floats(model)
+        return super().take(model)
 
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,

@@ -60,7 +60,7 @@ def load_fallback(
     if lacking := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
         shown = ", ".join(lacking[:MAX_NAMES_SHOWN]) + (", ..." if len(lacking) > MAX_NAMES_SHOWN else "")
         raise ValueError(f"{folder}: the checkpoint does not fit its config.json: missing or mis-shaped: {shown}")
-    model = FallbackModel(loaded.to(device.torch), shape, device.ops)
+    model = FallbackModel(device.take(loaded), shape, device.ops)
     if model.dtype not in LIMITS:
         supported = ", ".join(str(known).removeprefix("torch.") for known in LIMITS)
         raise refuse(shape.family, f"its weights are {model.dtype}", f"set --dtype to one of {supported}")

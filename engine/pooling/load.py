@@ -85,7 +85,7 @@ def load_encoder(
             separator = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).sep_token_id
     if on_progress:
         on_progress(total_bytes, total_bytes)
-    return cast(Decoder, Encoder(loaded.to(device.torch), config, pooling, device.ops, separator))
+    return cast(Decoder, Encoder(device.take(loaded), config, pooling, device.ops, separator))
 
 
 def build_forwards(folder: Path, model: Decoder) -> PooledForwards | None:

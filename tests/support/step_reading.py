@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 
 from engine.llm import LLM
 from tests.support.decoding import build_scheduler
@@ -55,7 +56,9 @@ def read_step(step: Callable[[], object]) -> tuple[dict[str, int], set[str]]:
 
 def main() -> None:
     """Print the files, and the sums."""
-    os.environ["CXX"] = "none"  # so that torch computes
+    os.environ["CXX"] = "none"  # so that torch computes, and without oneDNN
+    onednn: Any = torch.backends.mkldnn
+    onednn.enabled = False
     engine = LLM(str(ROOT / "demo" / "target"), dtype="float32", device="cpu", context_tokens=256).engine
     prompt = np.arange(5, 37, dtype=np.int32)
     params = SequenceParams(

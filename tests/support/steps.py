@@ -28,8 +28,11 @@ PROMPTS = [np.random.default_rng(row).integers(2, VOCAB, 3 + 3 * row, np.int32) 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """Without what only a CPU has."""
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"), "llama", vocab=VOCAB, hidden=64, head_dim=16)
-    return load_model(folder, "auto", CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        return load_model(folder, "auto", CPU)
 
 
 def build_pages(decoder: Decoder) -> torch.Tensor:
