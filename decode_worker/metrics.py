@@ -22,7 +22,7 @@ class DecodeMetrics(WorkerMetrics):
         self, planned: Seq[ScheduledSequence], updates: Iterable[Update], failed: Collection[int], seconds: float
     ) -> None:
         super().count_step(planned, updates, failed, seconds)
-        drafted = [step for i, step in enumerate(planned) if step.num_drafted and i not in failed]
+        drafted = [step for i, step in enumerate(planned) if step.drafts and i not in failed]
         if drafted:
-            self.draft_tokens.inc(sum(step.num_drafted for step in drafted))
+            self.draft_tokens.inc(sum(len(step.drafts) for step in drafted))
             self.accepted_tokens.inc(sum(max(len(step.path) - 1, 0) for step in drafted))

@@ -75,7 +75,7 @@ class DraftsAndMasks(StepExtras):
         for index, (draft, parent) in enumerate(zip(step.drafts, step.parents or count(), strict=False), 1):
             if parent == path[-1] and draft == tokens[parent]:
                 path.append(index)
-        step.sequence.num_drafted += step.num_drafted
+        step.sequence.num_drafted += len(step.drafts)
         step.sequence.num_accepted += len(path) - 1
         return path
 

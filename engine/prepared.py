@@ -26,11 +26,12 @@ def columns_of(requests: Sequence[ForwardRow]) -> Any:
 
 def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
-    return _lay_out(rows, columns_of(requests))
+    columns = columns_of(requests)
+    return _lay_out(rows, columns, np.array(columns[:4], np.int64))
 
 
-def _lay_out(rows: InputBatch, columns: Any) -> Layout:
-    row, begins, counts, num_logits = np.array(columns[:4], np.int64)
+def _lay_out(rows: InputBatch, columns: Any, integers: Ints) -> Layout:  # [4, B], the first columns
+    row, begins, counts, num_logits = integers
     ends = begins + counts
     longest = int(ends.max())
     if longest >= rows.width:
@@ -77,9 +78,9 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
     ValueError if a request ends beyond its row, or a mask does not fit.
     """
     columns = columns_of(requests)
-    layout = _lay_out(rows, columns)
-    integers = columns.row, columns.num_logits, columns.num_given, columns.num_drafted
-    row, num_logits, num_given, num_drafted = np.array(integers, np.int64)
+    integers = np.array((*columns[:4], columns.num_given, columns.num_drafted), np.int64)
+    layout = _lay_out(rows, columns, integers[:4])
+    row, _, _, num_logits, num_given, num_drafted = integers
     counted = layout.seq_lens - num_logits + num_given + 1 - num_drafted
     is_counted = (num_logits > num_given) & (rows.counts_line[row] >= 0)
     if np.count_nonzero(is_counted):

@@ -239,8 +239,9 @@ class WorkerLoop:
             if isinstance(verdict, Exception):
                 update = scheduler.fail_step(step, verdict, now)
             else:
-                prompt_logprobs = _given(answers.logprobs, range(at, begin))
-                logprobs = _given(answers.logprobs, [begin + index for index in step.path])
+                given = answers.logprobs
+                prompt_logprobs = _given(given, range(at, begin)) if given else ()
+                logprobs = _given(given, [begin + index for index in step.path]) if given else ()
                 update = scheduler.finish_step(step, tokens, now, logprobs, prompt_logprobs, verdict)
             if update is not None:
                 updates.append(update)
@@ -257,4 +258,4 @@ def _count(planned: Seq[ScheduledSequence]) -> tuple[int, int]:
 
 
 def _given(logprobs: Seq[TokenLogprobs | None], which: Seq[int]) -> Seq[TokenLogprobs]:
-    return [one for index in which if (one := logprobs[index]) is not None] if logprobs else ()
+    return [one for index in which if (one := logprobs[index]) is not None]

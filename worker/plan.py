@@ -100,7 +100,8 @@ def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequenc
         if not sequence.params.max_tokens or (missing > 1 and not is_again):
             prompts.append(sequence)
         elif len(planned) < most_answers and scheduler.make_room(sequence, sequence.launched + missing):
-            planned.append(_take(sequence, _cut(scheduler, sequence, missing), is_answer=True))
+            count = missing if missing == 1 else _cut(scheduler, sequence, missing)
+            planned.append(_take(sequence, count, missing, is_answer=True))
     if prompts:
         planned += _plan_prompts(scheduler, prompts, budget, len(planned))
     for step in planned:
@@ -113,16 +114,16 @@ def _plan_prompts(
 ) -> list[ScheduledSequence]:
     num_tokens = budget.beside(len(prompts), num_answers)
     active = [sequence for sequence in prompts if sequence.phase is Phase.ACTIVE]
-    counts, score_budget = [], MAX_SCORED
-    for sequence in active:  # upper limit of each; scores go to the oldest first
-        count = min(sequence.num_missing, sequence.num_until_scored(score_budget))
+    missing, counts, score_budget = [sequence.num_missing for sequence in active], list[int](), MAX_SCORED
+    for sequence, most in zip(active, missing, strict=True):  # upper limit of each; scores go to the oldest first
+        count = min(most, sequence.num_until_scored(score_budget))
         score_budget -= sequence.num_to_score(count)
         counts.append(count)
     planned = []
-    for sequence, count in zip(active, share_prompt_tokens(counts, num_tokens), strict=True):
+    for sequence, most, count in zip(active, missing, share_prompt_tokens(counts, num_tokens), strict=True):
         if count > 0:
             count = budget.fit(sequence.params, sequence.launched, _cut(scheduler, sequence, count))
-            planned.append(_take(sequence, count))
+            planned.append(_take(sequence, count, most))
     return planned
 
 
@@ -131,10 +132,10 @@ def _cut(scheduler: Scheduler, sequence: Sequence, count: int) -> int:
     return min(count, scheduler.kv.states.find_stop(sequence, sequence.launched) - sequence.launched)
 
 
-def _take(sequence: Sequence, count: int, *, is_answer: bool = False) -> ScheduledSequence:
-    begin = sequence.launched
-    wants_token = bool(sequence.params.max_tokens) and count == sequence.num_missing
-    return ScheduledSequence(sequence, begin, count, sequence.num_to_score(count), wants_token, is_answer)
+def _take(sequence: Sequence, count: int, missing: int, *, is_answer: bool = False) -> ScheduledSequence:
+    wants_token = bool(sequence.params.max_tokens) and count == missing
+    num_scored = sequence.num_to_score(count)
+    return ScheduledSequence(sequence, sequence.launched, count, num_scored, wants_token, is_answer)
 
 
 def share_prompt_tokens(missing: Seq[int], budget: int) -> list[int]:

@@ -50,10 +50,11 @@ class RowWriter:
         return [self._request(step) for step in steps]
 
     def _request(self, step: ScheduledSequence) -> ForwardRow:
-        row, params = step.sequence.row, step.sequence.params
+        row, params, num_drafted = step.sequence.row, step.sequence.params, len(step.drafts)
         mask = self.mask(step) if params.min_tokens else step.mask
+        num_logits = step.num_scored + num_drafted + 1 if step.wants_token else step.num_scored
         return ForwardRow(
-            row, step.begin, step.count + step.num_drafted, step.num_scored + step.num_chosen, step.num_scored,
+            row, step.begin, step.count + num_drafted, num_logits, step.num_scored,
             params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, *step.slots, tuple(step.parents) or None,
         )  # fmt: skip
 

@@ -192,13 +192,9 @@ class ScheduledSequence:
     path: Seq[int] = ()  # what it chose after the right drafts is the answer's, by index: 0, then that of each draft
 
     @property
-    def num_drafted(self) -> int:
-        return len(self.drafts)
-
-    @property
     def num_chosen(self) -> int:
         """Tokens that the engine samples: one after the positions, and one after each draft."""
-        return self.num_drafted + 1 if self.wants_token else 0
+        return len(self.drafts) + 1 if self.wants_token else 0
 
     def depths(self) -> Seq[int]:
         """How many drafts go before each chosen token."""

@@ -199,7 +199,7 @@ class Speculator(Drafts):
             if rank and branches is not None:
                 branches.note(depth, rank)
         if not step.parents:
-            tried = step.num_drafted or min(step.num_drafts, 1)
+            tried = len(step.drafts) or min(step.num_drafts, 1)
             self._acceptance[step.sequence] = before.after(tried, num_accepted)
             return
         was_tried = bool(chosen) and step.path[-1] in step.parents  # what came after the right drafts

@@ -402,7 +402,7 @@ take_back_slots = StateSlots.take_back
 
 
 def _take_back_undrafted(self: StateSlots, step: ScheduledSequence) -> None:
-    if not step.num_drafted:
+    if not step.drafts:
         take_back_slots(self, step)
 
 

@@ -333,7 +333,7 @@ def test_an_answer_computes_right_tokens_again_without_waiting_for_a_prompts_tur
             if one.sequence is second and one.wants_token and one.count == 1:
                 one.drafts = [8] * scheduler.make_room_for_drafts(second, 3)
         for one in planned:
-            scheduler.finish_step(one, [7] * (min(one.num_drafted, 1) + one.wants_token), 0.0)
+            scheduler.finish_step(one, [7] * (min(len(one.drafts), 1) + one.wants_token), 0.0)
         scheduler.check()
     assert num_again and waiting.num_missing == 30
 

@@ -143,7 +143,7 @@ class StateSlots(States):
 
     def count_computed(self, step: ScheduledSequence, num_right: int) -> int:
         """The state after a wrong draft is not used: the step's right tokens are computed again."""
-        if num_right == step.num_drafted or not step.sequence.state.is_held:
+        if num_right == len(step.drafts) or not step.sequence.state.is_held:
             return States.count_computed(self, step, num_right)
         step.sequence.launched = step.begin
         self.take_back(step)
